@@ -101,15 +101,16 @@ ATTEND = _Attention("attend", _native("suited"), *_FUSED, _defined())
 ATTEND_VISIBLE = _Attention("attend_visible", _native("few"), _defined(uses="attend"))
 ATTEND_CAUSAL = _Attention("attend_causal", _PROMPT, *_FUSED, _defined())
 ATTEND_WITH_MASSES = Operation[tuple[PartialAttention, Tensor]]("attend_with_masses", _PROMPT)
-_BLOCKS = (
-    _native("suited", module="hybrid_kv.ops.native.block_sparse"),
-    _defined(module="hybrid_kv.ops.block_sparse"),
-)
+_SPARSE = "hybrid_kv.ops.block_sparse"
+_TILES = _native(module="hybrid_kv.ops.native.block_sparse")
 ATTEND_BLOCKS = _Attention(
-    "attend_blocks", _BLOCKS[0], _triton("blocks", "", "suited"), _BLOCKS[1]
+    "attend_blocks",
+    _native("suited", module="hybrid_kv.ops.native.block_sparse"),
+    _triton("blocks", "", "suited"),
+    _defined(module=_SPARSE),
 )
-ATTEND_AT = _Attention("attend_at", *_BLOCKS)
-BLOCK_MASSES = Operation[Tensor]("block_masses", *_BLOCKS)
+ATTEND_AT = _Attention("attend_at", _TILES, _defined(module=_SPARSE))
+BLOCK_MASSES = Operation[Tensor]("block_masses", _TILES, _defined(module=_SPARSE))
 ATTEND_RETRIEVED = _Attention("attend_retrieved", _native(), _defined(uses="attend"))
 ATTEND_RAGGED = _Attention(
     "attend_ragged", _native("few"), _triton("ragged", uses="uploads"), _defined(uses="attend")

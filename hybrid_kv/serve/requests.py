@@ -151,10 +151,11 @@ class RequestReport:
     recall: of the exact best cold entries, those found; missed_mass: of the softmax, not read by
     exact attention; mass_error: of its mass, estimated too much, or missing below 0; all by audit,
     None without. prefill_density, prefill_error: share of the key blocks that block-sparse prefill
-    read, and what it lost (`PrefillLoss`); None where it was exact. device_kv_bytes, host_kv_bytes, host_index_bytes: held at the end,
-    of which other requests may have shared some. places: positions in the prompt that were attended
-    most, with their mean softmax weight, the heaviest first; empty unless asked for. alone: why the
-    request was decoded by itself and not joined with others; empty if it could be joined.
+    read, and what it lost (`PrefillLoss`); None where it was exact. device_kv_bytes, host_kv_bytes,
+    host_index_bytes: held at the end, of which other requests may have shared some. places:
+    positions in the prompt that were attended most, with their mean softmax weight, the heaviest
+    first; empty unless asked for. alone: why the request was decoded by itself and not joined with
+    others; empty if it could be joined.
     """
 
     ttft_s: float | None = None

@@ -16,7 +16,7 @@ from tests.ops.fake_machine import Machine, fake_machine
 
 HOST_OPS = (
     *("attend", "attend_visible", "attend_causal", "attend_retrieved"),
-    *("attend_with_masses", "attend_blocks", "attend_at", "block_masses"),
+    *("attend_with_masses", "attend_at", "block_masses"),
     *("plan_step", "page_writer"),
 )
 DEVICE_OPS = [op for op in OPS if op not in HOST_OPS]
