@@ -3,12 +3,14 @@
     python benchmarks/sparse_prefill/run.py cost --tokens 8192,16384     # attention, made-up heads
     python benchmarks/texts/make.py TEXTS
     python benchmarks/sparse_prefill/run.py texts TEXTS --context 7936   # SmolLM2, end to end
+    python benchmarks/sparse_prefill/run.py needle --tokens 16384,32768  # answers of `needle`
 
 `cost`: seconds of a layer's attention over those of exact tiles, for random block lists of some
 densities and for the choice of blocks; in the thread's own time, sides take turns. `texts`: the
 model reads a text exactly and by block-sparse prefill, in float32 and through `full`, and then 256
 tokens more: KL of its distributions from those of exact prefill, and nats of the text beyond it.
-One text of each kind, or as many as asked. Stdout is one JSON document.
+One text of each kind, or as many as asked. `needle`: right answers about records in a long context,
+through `full`, after exact and block-sparse prefill. Stdout is one JSON document.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ from benchmarks.prompt_attention.run import timed, told
 from benchmarks.texts.make import TEXTS
 from benchmarks.texts.run import in_rounds, prompt_of
 from hybrid_kv.config import HybridConfig
+from hybrid_kv.eval.needle import Sample, is_correct, make_sample
 from hybrid_kv.models.forwards import passing
 from hybrid_kv.ops import get_ops
 from hybrid_kv.report.compact import compact
@@ -134,6 +137,40 @@ def read(
     return torch.cat(found), seconds, lost
 
 
+def needle(options: argparse.Namespace) -> Iterator[Row]:
+    """Rows of `needle`."""
+    torch.set_num_threads(1)
+    for tokens in map(int, options.tokens.split(",")):
+        samples = [
+            make_sample(task, tokens, num_records=128, num_questions=options.questions, seed=seed)
+            for seed, task in enumerate(options.tasks.split(","))
+        ]
+        for prefill in ("exact", *map(float, options.errors.split(","))):
+            for task, sample in zip(options.tasks.split(","), samples, strict=True):
+                yield told(answers(task, tokens, sample, prefill))
+
+
+def answers(task: str, tokens: int, sample: Sample, prefill: Any) -> Row:
+    """Right answers of one context."""
+    with hkv.load("needle", dtype="float32", config={"method": "full", "prefill": prefill}) as llm:
+        begin = time.process_time()
+        with llm.context(sample.context.tolist()) as context:
+            seconds = time.process_time() - begin
+            right = 0
+            for question in sample.questions:
+                asked = len(question.answer)
+                got = context.ask(list(question.ids), max_new_tokens=asked)
+                right += is_correct(question, got.token_ids)
+    lost = got.prefill
+    return {
+        **{"task": task, "tokens": tokens, "prefill": prefill, "seconds": seconds},
+        **{"right": right, "of": len(sample.questions)},
+        "density": None if lost is None else lost.density,
+        "error": None if lost is None else lost.error,
+        "worst_error": None if lost is None else lost.worst_error,
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
@@ -153,6 +190,12 @@ def main() -> None:
     other.add_argument("--texts", type=int, default=8)
     other.add_argument("--only", default=(), type=lambda text: tuple(text.split(",")))
     other.set_defaults(rows=texts)
+    third = commands.add_parser("needle")
+    third.add_argument("--tokens", default="16384,32768")
+    third.add_argument("--tasks", default="key_value,multi_query")
+    third.add_argument("--errors", default="0.05,0.1")
+    third.add_argument("--questions", type=int, default=32)
+    third.set_defaults(rows=needle)
     options = parser.parse_args()
     torch.manual_seed(0)
     given = {name: value for name, value in vars(options).items() if name != "rows"}
