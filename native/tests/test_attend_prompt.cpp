@@ -35,7 +35,7 @@ void check_case(const Case &c, hkv_pool *pool = nullptr) {
   std::vector<float> masses(static_cast<size_t>(c.group * c.count), -7.0f);
   std::vector<double> right_masses(masses.size(), 0.0);
   CHECK_OK(hkv_attend_prompt(pool, 1, 1, &kv, &asked, 0.5f, c.softcap, out.data(), lse.data(),
-                             c.weighed ? masses.data() : nullptr));
+                             c.weighed ? masses.data() : nullptr, nullptr));
   const std::vector<float> all = floats_of(queries);
   for (int64_t query = 0; query < c.group * c.tokens; ++query) {
     int64_t first = 0, last = c.count;
@@ -100,9 +100,8 @@ CLAIM(what_is_hidden_is_not_read) {
   const std::vector<float> queries = random_floats(40 * 8, 3);
   const hkv_prompt asked{queries.data(), {0, 40 * 8, 8}, 40, 1, 0, HKV_F32, 1};
   std::vector<float> out(40 * 8), lse(40);
-  CHECK_OK(
-      hkv_attend_prompt(nullptr, 1, 1, &kv, &asked, 1.0f, 0.0f, out.data(), lse.data(),
- nullptr));
+  CHECK_OK(hkv_attend_prompt(nullptr, 1, 1, &kv, &asked, 1.0f, 0.0f, out.data(), lse.data(),
+                             nullptr, nullptr));
   for (size_t token = 0; token < 39; ++token) CHECK(std::isfinite(lse[token]));
   CHECK(std::isnan(lse[39]) && std::isnan(out[39 * 8]));
 }
@@ -118,8 +117,121 @@ CLAIM(prompts_that_are_not_finite_do_not_crash) {
     std::vector<float> out(70 * 12), lse(70);
     for (const float softcap : {0.0f, 2.0f})
       CHECK_OK(hkv_attend_prompt(nullptr, 1, 1, &kv, &asked, strange, softcap, out.data(),
-                                 lse.data(), nullptr));
+                                 lse.data(), nullptr, nullptr));
   }
+}
+
+CLAIM(blocks_that_are_not_listed_are_not_read) {
+  constexpr int64_t kCount = 517, kTokens = 300, kGroup = 3, kSize = 70, kDim = 20;
+  constexpr int64_t kBlocks = (kTokens + kSize - 1) / kSize, kAll = kCount / HKV_KEY_BLOCK;
+  std::vector<uint8_t> listed(kBlocks * kAll);  // exactly as many as the interface says
+  Random random(7);
+  for (uint8_t &one : listed) one = random.below(2) == 0;
+  for (int64_t block = 0; block < kBlocks; ++block) listed[static_cast<size_t>(block * kAll + 2)] = 0;
+  std::vector<float> numbers = random_floats(kCount * kDim, 1);
+  const int64_t first_past = (kCount - kTokens) / HKV_KEY_BLOCK;  // before every token
+  CHECK(first_past == 3);
+  for (int64_t i = 2 * HKV_KEY_BLOCK * kDim; i < 3 * HKV_KEY_BLOCK * kDim; ++i)
+    numbers[static_cast<size_t>(i)] = std::nanf("");
+  const Rows keys(numbers, kDim), values(random_floats(kCount * kDim, 2), kDim);
+  const hkv_kv kv = kv_of(keys, values);
+  const std::vector<float> queries = random_floats(kGroup * kTokens * kDim, 3);
+  const hkv_prompt asked{queries.data(), {0, kTokens * kDim, kDim}, kTokens, kGroup, 0, HKV_F32, 1,
+                         listed.data(), kSize, nullptr};
+  std::vector<float> out(kGroup * kTokens * kDim), lse(kGroup * kTokens);
+  for (const bool shared : {false, true}) {
+    ScopedPool pool(3);
+    CHECK_OK(hkv_attend_prompt(shared ? pool.get() : nullptr, 1, 1, &kv, &asked, 0.5f, 0.0f,
+                               out.data(), lse.data(), nullptr, nullptr));
+    for (int64_t query = 0; query < kGroup * kTokens; ++query) {
+      const int64_t token = query % kTokens, block = token / kSize;
+      const int64_t past = (kCount - kTokens + block * kSize) / HKV_KEY_BLOCK;
+      double total = 0, sum = 0;
+      for (int64_t key = 0; key <= kCount - kTokens + token; ++key) {
+        const int64_t own = key / HKV_KEY_BLOCK;
+        if (own < past && listed[static_cast<size_t>(block * kAll + own)] == 0) continue;
+        const double weight = std::exp(0.5 * keys.dot(key, queries.data() + query * kDim));
+        total += weight, sum += weight * static_cast<double>(values.at(key, 5));
+      }
+      const double got = static_cast<double>(out[static_cast<size_t>(query * kDim + 5)]);
+      CHECK(std::fabs(got - sum / total) < 1e-5);
+      const double its_lse = static_cast<double>(lse[static_cast<size_t>(query)]);
+      CHECK(std::fabs(its_lse - std::log(total)) < 1e-5);
+    }
+  }
+}
+
+CLAIM(tokens_of_a_prompt_may_have_places) {
+  constexpr int64_t kCount = 700, kGroup = 2, kDim = 12, kAll = kCount / HKV_KEY_BLOCK;
+  std::vector<int64_t> positions;
+  for (int64_t at = 0; at < kCount; at += 13) positions.push_back(at);
+  positions.push_back(kCount - 1);
+  const auto tokens = static_cast<int64_t>(positions.size());
+  std::vector<float> numbers = random_floats(kCount * kDim, 1);
+  for (int64_t i = 400 * kDim; i < 401 * kDim; ++i) numbers[static_cast<size_t>(i)] *= 40.0f;
+  const Rows keys(numbers, kDim), values(random_floats(kCount * kDim, 2), kDim);
+  const hkv_kv kv = kv_of(keys, values);
+  const std::vector<float> queries = random_floats(kGroup * tokens * kDim, 3);
+  const hkv_prompt asked{queries.data(), {0, tokens * kDim, kDim}, tokens, kGroup, 0, HKV_F32, 1,
+                         nullptr, 0, positions.data()};
+  const auto rows = static_cast<size_t>(kGroup * tokens);
+  std::vector<float> out(rows * kDim), lse(rows), only(rows), masses(rows * kAll, -7.0f);
+  CHECK_OK(hkv_attend_prompt(nullptr, 1, 1, &kv, &asked, 0.5f, 0.0f, out.data(), lse.data(),
+                             nullptr, nullptr));
+  CHECK_OK(hkv_attend_prompt(nullptr, 1, 1, &kv, &asked, 0.5f, 0.0f, nullptr, only.data(), nullptr,
+                             masses.data()));
+  for (size_t query = 0; query < rows; ++query) {
+    CHECK(lse[query] == only[query]);
+    const int64_t last = positions[query % static_cast<size_t>(tokens)];
+    double total = 0, sum = 0;
+    std::vector<double> blocks(kAll + 1, 0.0);
+    for (int64_t key = 0; key <= last; ++key) {
+      const double weight = std::exp(0.5 * keys.dot(key, queries.data() + query * kDim));
+      total += weight, sum += weight * static_cast<double>(values.at(key, 5));
+      blocks[static_cast<size_t>(key / HKV_KEY_BLOCK)] += weight;
+    }
+    CHECK(std::fabs(static_cast<double>(out[query * kDim + 5]) - sum / total) < 1e-5);
+    for (size_t block = 0; block < kAll; ++block) {
+      const double got = static_cast<double>(masses[query * kAll + block]);
+      CHECK(std::fabs(got - blocks[block] / total) < 1e-5);
+    }
+  }
+}
+
+CLAIM(blocks_and_places_that_do_not_fit_are_refused) {
+  const Rows keys(random_floats(130 * 9, 1), 9);
+  const hkv_kv kv = kv_of(keys, keys);
+  const std::vector<float> queries = random_floats(5 * 9, 2);
+  const std::vector<uint8_t> listed(2, 1);
+  const std::vector<int64_t> places{0, 1, 2, 3, 129}, mixed{0, 2, 1, 3, 4}, far{0, 1, 2, 3, 130},
+      below{-1, 1, 2, 3, 4};
+  std::vector<float> out(5 * 9), lse(5), masses(130), block_masses(10);
+  hkv_prompt asked{queries.data(), {0, 45, 9}, 5, 1, 0, HKV_F32, 1, nullptr, 0, nullptr};
+  const auto call = [&](float *all = nullptr, float *by_block = nullptr, bool needs_out = true) {
+    return hkv_attend_prompt(nullptr, 1, 1, &kv, &asked, 1.0f, 0.0f,
+                             needs_out ? out.data() : nullptr, lse.data(), all, by_block);
+  };
+  CHECK_REFUSED(call(nullptr, nullptr, false), "arrays must not be NULL");
+  CHECK_OK(call(nullptr, block_masses.data(), false));
+  for (const auto *wrong : {&mixed, &far, &below}) {
+    asked.positions = wrong->data();
+    CHECK_REFUSED(call(), "positions must be ascending rows of the keys");
+  }
+  asked.positions = places.data();
+  CHECK_OK(call());
+  CHECK_REFUSED(call(masses.data()), "masses are of all tokens, got positions of some");
+  asked.window = 2;
+  CHECK_REFUSED(call(), "positions are of causal attention to all rows, no window");
+  asked.positions = nullptr;
+  CHECK_REFUSED(call(nullptr, block_masses.data()), "block_masses are of attention to all rows");
+  asked.listed = listed.data();
+  CHECK_REFUSED(call(), "blocks of keys are of causal attention, no window");
+  asked.window = 0;
+  CHECK_REFUSED(call(), "block must be at least 1");
+  asked.block = 5;
+  CHECK_OK(call());
+  CHECK_REFUSED(call(masses.data()), "masses are of attention to all rows, got blocks of keys");
+  CHECK_REFUSED(call(nullptr, block_masses.data()), "block_masses are of attention to all rows");
 }
 
 CLAIM(attention_of_a_prompt_refuses_what_does_not_fit) {
@@ -131,7 +243,7 @@ CLAIM(attention_of_a_prompt_refuses_what_does_not_fit) {
   const auto call = [&](const hkv_kv *kv, const hkv_prompt *asked, float softcap = 0.0f,
                         int32_t heads = 1) {
     return hkv_attend_prompt(nullptr, 1, heads, kv, asked, 1.0f, softcap, out.data(), lse.data(),
-                             nullptr);
+                             nullptr, nullptr);
   };
   const auto changed = [&](auto change) {
     hkv_prompt asked = right;

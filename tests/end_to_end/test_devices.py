@@ -13,8 +13,8 @@ from hybrid_kv.eval.needle import make_sample
 from hybrid_kv.models.forwards import passing
 from hybrid_kv.models.load import NEEDLE_PATH
 
-NEW = 40  # more than a window of 32: pages leave it while tokens are made
-TIERED: dict[str, Any] = {"sink_tokens": 16, "window_tokens": 32, "index_build": "wait"}
+NEW = 20  # more than a window of 16: pages leave it while tokens are made
+TIERED: dict[str, Any] = {"sink_tokens": 16, "window_tokens": 16, "index_build": "wait"}
 SMALL: dict[str, Any] = {**TIERED, "prefill_chunk_tokens": 150}
 EXACT: dict[str, dict[str, Any]] = {
     "full": {"method": "full"},
