@@ -60,10 +60,8 @@ def needle(device: str) -> PreTrainedModel:
 
 def plain_tokens(model: PreTrainedModel, ids: torch.Tensor, **options: Any) -> list[list[int]]:
     """Greedy tokens, ids included, never ended by an end token."""
-    length = ids.shape[1] + NEW
-    out = model.generate(
-        ids, max_length=length, min_length=length, do_sample=False, pad_token_id=0, **options
-    )
+    count = {"max_new_tokens": NEW, "min_new_tokens": NEW}
+    out = model.generate(ids, do_sample=False, pad_token_id=0, **count, **options)
     return out.tolist()  # type: ignore[no-any-return]
 
 
