@@ -81,15 +81,16 @@ def attend_at(
     bias = torch.zeros(hidden.shape, device=q.device).masked_fill(hidden, -torch.inf)
     for head in range(num_kv_heads):  # keys and values of one at a time become float32
         heads = _query_heads(q, head, num_kv_heads)
-        own_k, own_v = (t[:, head, None].expand(-1, len(heads), -1, -1) for t in (k, v))
-        part = attend(q[:, heads], own_k, own_v, scale=scale, softcap=softcap, bias=bias)
+        own = q[:, heads]
+        own_k, own_v = (t[:, head, None].expand(-1, own.shape[1], -1, -1) for t in (k, v))
+        part = attend(own, own_k, own_v, scale=scale, softcap=softcap, bias=bias)
         out[:, heads], lse[:, heads] = part.out, part.lse
     return PartialAttention(out, lse)
 
 
-def _query_heads(q: Tensor, head: int, num_kv_heads: int) -> range:
+def _query_heads(q: Tensor, head: int, num_kv_heads: int) -> slice:
     group = q.shape[1] // num_kv_heads
-    return range(head * group, (head + 1) * group)
+    return slice(head * group, (head + 1) * group)  # a range would be copied to the device
 
 
 def block_masses(

@@ -55,6 +55,20 @@ def test_any_order_that_streams_allow_gives_the_same(select: str, seed: int) -> 
         torch.testing.assert_close(one, other, atol=ROUNDING, rtol=0)
 
 
+@pytest.mark.parametrize("method", ["full", "hybrid"])
+@pytest.mark.parametrize("kernels", ["defined", "auto"])
+def test_sparse_prefill_gives_what_it_gives_on_the_host(method: str, kernels: str) -> None:
+    config = small(method).replace(prefill=0.2, prefill_chunk_tokens=100)
+    turns = [tokens(400), *TURNS[1:]]
+    expected = logits_of(llama(), config, turns)
+    exact = logits_of(llama(), config.replace(prefill="exact"), turns)
+    with emulated(schedule="late", kernels=kernels):
+        found = logits_of(llama().to("cuda"), config, turns)  # type: ignore[arg-type]
+    assert not torch.allclose(expected[0], exact[0], atol=10 * ROUNDING)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, atol=ROUNDING, rtol=0)
+
+
 def test_beams_attend_their_own_entries_under_selection_on_the_device() -> None:
     """Rows that share cold entries shared one recording, and got the last row's result."""
     config = small("hybrid", context=120, budget="60").replace(select="device")
