@@ -11,7 +11,9 @@ import torch
 import hybrid_kv as hkv
 from hybrid_kv.errors import DeviceSelectWarning
 from hybrid_kv.models.forwards import passing
+from hybrid_kv.ops import Ops
 from hybrid_kv.ops.tail import Tail
+from hybrid_kv.runtime.sparse_prefill import SparsePrefill, prefill_loss
 from hybrid_kv.store import ColdExtent, ExtentView
 from hybrid_kv.types import LayerShape
 from tests.contracts.architectures import build
@@ -105,3 +107,20 @@ def test_moments_that_grow_are_taken_on_the_device_and_not_waited_for() -> None:
         assert grown.count == 580
         for name, tensor in grown.tensors().items():
             torch.testing.assert_close(values(tensor), expected[name], atol=1e-5, rtol=1e-4)
+
+
+def test_sparse_prefill_waits_for_nothing() -> None:
+    q, k, v = (torch.randn(heads, 700, 24) for heads in (4, 2, 2))
+    sparse = SparsePrefill(0.1, 2, torch.device("cpu"))
+    expected = sparse.attend(Ops(), q, k, v, scale=0.3, softcap=None)
+    with emulated(schedule="late", kernels="defined") as machine:
+        here = SparsePrefill(0.1, 2, torch.device("cuda", 0))
+        given = [tensor.cuda() for tensor in (q, k, v)]
+        with machine.no_waits():
+            part = here.attend(Ops(), *given, scale=0.3, softcap=None)
+        torch.testing.assert_close(values(part.out), expected.out, atol=1e-5, rtol=1e-4)
+        lost, known = prefill_loss([(0, here)]), prefill_loss([(0, sparse)])
+    assert lost is not None
+    assert known is not None
+    assert (lost.density, lost.queries) == (known.density, known.queries)
+    assert lost.error == pytest.approx(known.error, abs=1e-4)
