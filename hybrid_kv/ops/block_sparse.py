@@ -5,6 +5,8 @@ Scores and sums are float32 whatever the inputs are; log-sum-exp is natural.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -12,7 +14,7 @@ from hybrid_kv.masses import logits_of
 from hybrid_kv.ops.reference import attend
 from hybrid_kv.types import KEY_BLOCK, BlockMask, PartialAttention
 
-_SCORE_BYTES = 64 * 2**20
+SCORE_BYTES = 64 * 2**20
 
 
 def attend_blocks(
@@ -74,23 +76,35 @@ def attend_at(
         q: [B, Hq, M, D]. k, v: [B, Hkv, N, D], oldest first, as in `reference.attend_causal`.
         positions: [M] int64 places of the queries among the entries, ascending.
     """
-    num_kv_heads, stored = k.shape[1:3]
-    out = torch.zeros(*q.shape[:3], v.shape[3], device=q.device)
-    lse = torch.full(q.shape[:3], -torch.inf, device=q.device)
-    hidden = torch.arange(stored, device=q.device) > positions[:, None]
-    bias = torch.zeros(hidden.shape, device=q.device).masked_fill(hidden, -torch.inf)
-    for head in range(num_kv_heads):  # keys and values of one at a time become float32
-        heads = _query_heads(q, head, num_kv_heads)
-        own = q[:, heads]
-        own_k, own_v = (t[:, head, None].expand(-1, own.shape[1], -1, -1) for t in (k, v))
-        part = attend(own, own_k, own_v, scale=scale, softcap=softcap, bias=bias)
-        out[:, heads], lse[:, heads] = part.out, part.lse
+    out = torch.empty(*q.shape[:3], v.shape[3], device=q.device)
+    lse = torch.empty(q.shape[:3], device=q.device)
+    for head, heads, rows, logits in _logits(q, k, positions, scale, softcap):
+        lse[:, heads, rows] = logits.logsumexp(-1)
+        weights = logits.softmax(-1).flatten(1, 2)
+        mixed = torch.matmul(weights, v[:, head].float())
+        out[:, heads, rows] = mixed.unflatten(1, logits.shape[1:3])
     return PartialAttention(out, lse)
 
 
-def _query_heads(q: Tensor, head: int, num_kv_heads: int) -> slice:
-    group = q.shape[1] // num_kv_heads
-    return slice(head * group, (head + 1) * group)  # a range would be copied to the device
+def _logits(
+    q: Tensor, k: Tensor, positions: Tensor, scale: float, softcap: float | None
+) -> Iterator[tuple[int, slice, slice, Tensor]]:
+    """Logits [B, G, m, N] of some of the queries at a time, -inf behind each, with the KV head and
+    the slices of query heads and queries.
+    """
+    num_kv_heads, stored = k.shape[1:3]
+    group = q.shape[1] // max(1, num_kv_heads)
+    some = max(1, SCORE_BYTES // max(1, 4 * q.shape[0] * group * stored))
+    places = torch.arange(stored, device=q.device)
+    for head in range(num_kv_heads):
+        heads, keys = slice(head * group, (head + 1) * group), k[:, head].float()
+        for start in range(0, q.shape[2], some):
+            rows = slice(start, start + some)
+            asked = q[:, heads, rows]
+            logits = logits_of(asked.flatten(1, 2), keys, scale=scale, softcap=softcap)
+            hidden = places > positions[rows, None]
+            logits = logits.unflatten(1, asked.shape[1:3]).masked_fill_(hidden, -torch.inf)
+            yield head, heads, rows, logits
 
 
 def block_masses(
@@ -99,18 +113,9 @@ def block_masses(
     """[B, Hq, M, N // KEY_BLOCK] float32 softmax weights that each whole key block got from each
     query of `attend_at`.
     """
-    num_kv_heads, stored = k.shape[1:3]
-    blocks = stored // KEY_BLOCK
+    blocks = k.shape[2] // KEY_BLOCK
     masses = torch.empty(*q.shape[:3], blocks, device=q.device)
-    some = max(1, _SCORE_BYTES // max(1, 4 * q.shape[0] * q.shape[1] * stored))
-    places = torch.arange(stored, device=q.device)
-    for head in range(num_kv_heads):
-        heads, keys = _query_heads(q, head, num_kv_heads), k[:, head, None].float()
-        for start in range(0, q.shape[2], some):
-            rows = slice(start, start + some)
-            logits = logits_of(q[:, heads, rows], keys, scale=scale, softcap=softcap)
-            hidden = places > positions[rows, None]
-            weights = logits.masked_fill_(hidden, -torch.inf).softmax(-1)
-            whole = weights[..., : blocks * KEY_BLOCK].unflatten(-1, (blocks, KEY_BLOCK))
-            masses[:, heads, rows] = whole.sum(-1)
+    for _, heads, rows, logits in _logits(q, k, positions, scale, softcap):
+        whole = logits.softmax(-1)[..., : blocks * KEY_BLOCK]
+        masses[:, heads, rows] = whole.unflatten(-1, (blocks, KEY_BLOCK)).sum(-1)
     return masses

@@ -137,7 +137,8 @@ class _Planner:
         # prefill's memory comes on top of them. When a layer ends, its best keys are searched for
         # in what its last chunk has left.
         on_host = self._states_on_host(tokens)
-        parts = PrefillBytes.of(facts, tokens, self._chunk(tokens))
+        sparse = self._config.prefill_error is not None
+        parts = PrefillBytes.of(facts, tokens, self._chunk(tokens), sparse=sparse)
         working = max(parts.working, learning.sealing)
         # Two layers' KV while one leaves and the next is computed, if the states leave room.
         layer_kv = tokens * facts.largest_layer_bytes

@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hybrid_kv.config import HybridConfig, IndexConfig
+from hybrid_kv.ops.block_sparse import SCORE_BYTES
 from hybrid_kv.planning.plan import ModelFacts
 from hybrid_kv.planning.rates import Rates
 from hybrid_kv.runtime import KVCache
-from hybrid_kv.types import Work
+from hybrid_kv.runtime.sparse_prefill import CHOOSING, query_block
+from hybrid_kv.types import KEY_BLOCK, Work
 
 _WALKED = ("graph", "hnsw")
 """Index kinds that read rows at random places; the others read them in order."""
@@ -117,7 +119,9 @@ class PrefillBytes:
     working: int
 
     @classmethod
-    def of(cls, facts: ModelFacts, num_tokens: int, chunk_tokens: int) -> PrefillBytes:
+    def of(
+        cls, facts: ModelFacts, num_tokens: int, chunk_tokens: int, *, sparse: bool = False
+    ) -> PrefillBytes:
         size, chunk = facts.dtype_bytes, min(chunk_tokens, num_tokens)
         head_dim = max((layer.head_dim for layer in facts.layers), default=0)
         q_width = max((layer.num_q_heads * layer.head_dim for layer in facts.layers), default=0)
@@ -131,5 +135,21 @@ class PrefillBytes:
             waiting=num_tokens * (states + rotary),
             making_rotary=15 * num_tokens * head_dim,
             ids=4 * 8 * num_tokens,
-            working=int(chunk * max(mlp, attention, linear)),
+            working=int(chunk * max(mlp, attention, linear))
+            + (_choosing_bytes(facts, num_tokens, chunk) if sparse else 0),
         )
+
+
+def _choosing_bytes(facts: ModelFacts, num_tokens: int, chunk: int) -> int:
+    """Bytes at most by which block-sparse prefill chooses.
+
+    They are weights of the queries that choose by key block and their order, slices of scores, and
+    keys and values of one KV head in float32.
+    """
+    found = 0
+    for layer in facts.layers:
+        blocks = -(-chunk // query_block(layer.num_q_heads // layer.num_kv_heads))
+        weights = 4 * layer.num_q_heads * CHOOSING + 24 * layer.num_kv_heads
+        copies = 8 * num_tokens * layer.head_dim
+        found = max(found, blocks * num_tokens // KEY_BLOCK * weights + copies)
+    return found + 2 * SCORE_BYTES

@@ -25,7 +25,7 @@ from torch import Tensor
 from hybrid_kv.ops import Ops
 from hybrid_kv.types import KEY_BLOCK, BlockMask, PartialAttention
 
-_CHOOSING = 4
+CHOOSING = 4
 """Queries of a block that choose: 16 chose no better on text (an error of .040 for .045)."""
 _BLOCK_ROWS, _MOST_TOKENS, _LEAST_TOKENS = 384, 128, 32
 """Queries, all query heads of a KV head together, that share a packed tile; and tokens of them."""
@@ -87,18 +87,18 @@ class SparsePrefill:
         """
         new, old = q.shape[1], k.shape[1] - q.shape[1]
         size = query_block(q.shape[0] // k.shape[0])
-        if new <= 2 * _CHOOSING or old + new - 1 < 2 * KEY_BLOCK:  # to choose costs more
+        if new <= 2 * CHOOSING or old + new - 1 < 2 * KEY_BLOCK:  # to choose costs more
             return ops.attend_causal(q[None], k[None], v[None], scale=scale, softcap=softcap)
         with torch.no_grad():
             sampled = SampledQueries(ops, q, k, v, size, scale=scale, softcap=softcap)
-            listed = self._listed(sampled)
+            listed = self.listed(sampled)
         mask = BlockMask(listed[None], size)
         part = ops.attend_blocks(q[None], k[None], v[None], mask, scale=scale, softcap=softcap)
         with torch.no_grad():
             self._learn(sampled, listed, part.out[0])
         return part
 
-    def _listed(self, sampled: SampledQueries) -> Tensor:
+    def listed(self, sampled: SampledQueries) -> Tensor:
         """[Hkv, query blocks, key blocks] bool: which of them are read."""
         masses, past = sampled.masses, sampled.past
         order = masses.clone()
@@ -152,14 +152,14 @@ class SampledQueries:
         self.past = (old + firsts) // KEY_BLOCK
         self.count = len(firsts)
         self.blocks = sum((old + first) // KEY_BLOCK for first in range(0, new, size))
-        parts = torch.arange(_CHOOSING, device=device) * 2 + 1
-        choosing = firsts[:, None] + parts * lengths[:, None] // (2 * _CHOOSING)
+        parts = torch.arange(CHOOSING, device=device) * 2 + 1
+        choosing = firsts[:, None] + parts * lengths[:, None] // (2 * CHOOSING)
         # Spread evenly over the places in a block, however many blocks a chunk has.
         turns = (torch.arange(len(firsts), device=device) + old // size) * _GOLDEN % 1.0
         self.judging = firsts + (turns * lengths).long()
         chosen, judged = choosing.flatten(), self.judging
         masses = ops.block_masses(q[None, :, chosen], k[None], old + chosen, **logits)[0]
-        by_block = masses.unflatten(1, (-1, _CHOOSING)).unflatten(0, (k.shape[0], -1))
+        by_block = masses.unflatten(1, (-1, CHOOSING)).unflatten(0, (k.shape[0], -1))
         counts = torch.arange(masses.shape[-1], device=device) < self.past[:, None]
         self.masses = by_block.mean((1, 3)) * counts
         given = q[None, :, judged], k[None], v[None], old + judged

@@ -17,9 +17,11 @@ from transformers import (
 from benchmarks.prefill_memory.run import LiveBytes, build, layer_major_peak, plain_peak
 from hybrid_kv.models import widening
 from hybrid_kv.models.forwards import passing
+from hybrid_kv.ops import Ops
 from hybrid_kv.planning.model_facts import other_layers
 from hybrid_kv.planning.plan import ModelFacts
 from hybrid_kv.planning.traffic import PrefillBytes, prefill_peak_bytes
+from hybrid_kv.runtime.sparse_prefill import SampledQueries, SparsePrefill, query_block
 from hybrid_kv.types import LayerShape
 
 TOKENS, HIDDEN = 2048, 128
@@ -121,6 +123,28 @@ def test_linear_attention_of_a_chunk_is_bounded_closely(
     facts = ModelFacts("qwen", 0, 0, (), 0, hidden, 96, linear_width=others.linear_width)
     predicted = PrefillBytes.of(facts, 1000, 1000).working
     assert live.peak([]) <= predicted <= 1.3 * live.peak([])
+
+
+@pytest.mark.parametrize(("q_heads", "kv_heads"), [(8, 2), (8, 8)])
+@pytest.mark.parametrize(("tokens", "chunk"), [(16384, 2048), (30000, 1000)])
+def test_what_sparse_prefill_chooses_by_is_bounded(
+    q_heads: int, kv_heads: int, tokens: int, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the definitions, which a GPU takes."""
+    for module in ("planning.traffic", "ops.block_sparse"):
+        monkeypatch.setattr(f"hybrid_kv.{module}.SCORE_BYTES", 2**20)
+    facts = ModelFacts("llama", 0, 0, (LayerShape(0, q_heads, kv_heads, 32),), 0, 96, 96)
+    exact, sparse = (
+        PrefillBytes.of(facts, tokens, chunk, sparse=sparse).working for sparse in (False, True)
+    )
+    q, k, v = (torch.randn(h, n, 32) for h, n in ((q_heads, chunk), *[(kv_heads, tokens)] * 2))
+    ops = Ops("reference")
+    with LiveBytes() as live:
+        sampled = SampledQueries(
+            ops, q, k, v, query_block(q_heads // kv_heads), scale=0.3, softcap=None
+        )
+        SparsePrefill(0.1, kv_heads, q.device).listed(sampled)
+    assert live.peak([]) <= sparse - exact <= 3 * live.peak([])
 
 
 def test_live_bytes_are_counted_until_the_last_reference_goes() -> None:
