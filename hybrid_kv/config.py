@@ -138,8 +138,8 @@ def _known_prefill(value: object) -> object:
         number = 0.0
     if isinstance(number, float) and not 0.001 <= number <= 0.5:
         raise ConfigError(
-            "prefill must be 'exact', 'sparse' or the relative error to aim at, from 0.001 to 0.5, "
-            f"got {said(value)}"
+            "must be 'exact', 'sparse' or the relative error to aim at, from 0.001 to 0.5, got "
+            f"{said(value)}"
         )
     return number
 
