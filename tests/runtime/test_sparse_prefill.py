@@ -247,9 +247,7 @@ def test_keys_that_are_not_numbers_are_told(model: PreTrainedModel) -> None:
 
 def test_wrong_settings_are_refused(model: PreTrainedModel) -> None:
     for wrong in ("dense", 0, 0.6, "nan", True):
-        with pytest.raises(
-            ConfigError, match=r"^prefill(: must be 'exact', 'sp| must not be t).*got"
-        ):
+        with pytest.raises(ConfigError, match=r"^prefill(: must be 'exact'| must not be).*got"):
             hkv.HybridConfig(prefill=wrong)
     assert hkv.HybridConfig.from_settings({"prefill": "0.1"}).prefill_error == 0.1
     assert hkv.HybridConfig(prefill="sparse").prefill_error == 0.05
