@@ -55,7 +55,9 @@ def cost(options: argparse.Namespace) -> Iterator[Row]:
     ops, heads = get_ops("native"), (options.heads, options.kv_heads)
     for tokens in map(int, options.tokens.split(",")):
         for dim in map(int, options.dims.split(",")):
-            q, k, v = (torch.randn(1, n, tokens, dim) for n in (heads[0], heads[1], heads[1]))
+            new = min(tokens, options.chunk or tokens)
+            q = torch.randn(1, heads[0], new, dim)
+            k, v = (torch.randn(1, heads[1], tokens, dim) for _ in range(2))
             size, scale = query_block(heads[0] // heads[1]), dim**-0.5
             sides: dict[str, Callable[[], object]] = {
                 "exact": partial(ops.attend_causal, q, k, v, scale=scale),
@@ -65,10 +67,10 @@ def cost(options: argparse.Namespace) -> Iterator[Row]:
             }
             work = {}
             for density in map(float, options.densities.split(",")):
-                mask, work[density] = random_lists(heads[1], tokens, size, density)
+                mask, work[density] = random_lists(heads[1], tokens, new, size, density)
                 sides[f"{density:g}"] = partial(ops.attend_blocks, q, k, v, mask, scale=scale)
             seconds = timed(sides, options.rounds)
-            row: Row = {"dim": dim, "tokens": tokens, "choice": seconds["choice"]}
+            row: Row = {"dim": dim, "tokens": tokens, "chunk": new, "choice": seconds["choice"]}
             row["choice"] /= seconds["exact"]
             for density, share in work.items():
                 row[f"over the share at {density:g}"] = (
@@ -77,9 +79,11 @@ def cost(options: argparse.Namespace) -> Iterator[Row]:
             yield told(row)
 
 
-def random_lists(kv_heads: int, tokens: int, size: int, density: float) -> tuple[BlockMask, float]:
-    """Blocks at random, the first one always; and their share of the pairs of a causal prompt."""
-    firsts = torch.arange(0, tokens, size)
+def random_lists(
+    kv_heads: int, tokens: int, new: int, size: int, density: float
+) -> tuple[BlockMask, float]:
+    """Blocks at random, the first one always; and their share of the pairs of a causal chunk."""
+    firsts = torch.arange(tokens - new, tokens, size)
     counts = torch.arange(tokens // KEY_BLOCK) < (firsts // KEY_BLOCK)[:, None]
     listed = (torch.rand(1, kv_heads, *counts.shape) < density) & counts
     listed[..., 0] |= counts[:, 0]
@@ -176,6 +180,7 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     one = commands.add_parser("cost")
     one.add_argument("--tokens", default="8192,16384")
+    one.add_argument("--chunk", type=int, help="the last tokens alone; all without")
     one.add_argument("--dims", default="64,128")
     one.add_argument("--densities", default="0.25,0.1")
     one.add_argument("--heads", type=int, default=4)
