@@ -37,6 +37,7 @@ RUN_KEYS = [
     "backends",
     "index",
     "audit",
+    "prefill",
     "look_ahead",
     "steps",
     "chat_template",
