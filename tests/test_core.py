@@ -24,7 +24,7 @@ CORE = (
     *("hybrid_kv.models.attach", "hybrid_kv.methods.hybrid", "hybrid_kv.index.auto"),
     *("hybrid_kv.ops.native.prompt", "hybrid_kv.ops.tile_trial"),  # which a prompt loads
 )
-FILES, LINES = 81, 19_738
+FILES, LINES = 81, 19_729
 """Of the core. Lower these with every file that goes or is loaded on demand."""
 
 

@@ -31,7 +31,6 @@ from hybrid_kv.models.support import (
 from hybrid_kv.models.weight_tensors import keep_as_stored
 from hybrid_kv.plugins import Method
 from hybrid_kv.runtime import make_executor
-from hybrid_kv.runtime.layer_prompt import check_sparse
 from hybrid_kv.transfer import Executor
 
 _attached: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Attachment]] = (
@@ -117,7 +116,9 @@ class Attachment:
         method = config.build()
         needs = method.needs
         if config.prefill_error is not None:
-            check_sparse(needs)
+            from hybrid_kv.runtime.sparse_prefill import check_sparse
+
+            check_sparse(needs, len(self.info.layers))
         foresight = method.foresight
         early = foresight is not None and (foresight.mode == "always" or self._on_gpu)
         if (needs.horizon_tokens or needs.rotary or early) and not self.info.rotary:

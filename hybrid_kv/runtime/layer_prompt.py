@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from hybrid_kv.attention import attend, attend_causal, group_queries, merge_partials
-from hybrid_kv.errors import ConfigError
 from hybrid_kv.ops import Ops
 from hybrid_kv.plugins import Placement
 from hybrid_kv.rotary import Rotary, Samples
@@ -134,9 +133,9 @@ class LayerPrompt:
             ConfigError: weights of all queries are needed, and attention is not exact.
         """
         if error is not None:
-            from hybrid_kv.runtime.sparse_prefill import SparsePrefill
+            from hybrid_kv.runtime.sparse_prefill import SparsePrefill, check_sparse
 
-            check_sparse(needs)
+            check_sparse(needs, num_layers=1)
             given = error, self._shape.num_kv_heads, device
             self.sparse = [SparsePrefill(*given) for _ in range(num_rows)]
         if needs.sampled_queries or needs.last_queries or needs.column_sums:
@@ -237,15 +236,6 @@ class LayerPrompt:
     def go_back(self, mark: PromptMark) -> None:
         """Forgets what was collected since."""
         self._collectors, self.sparse = list(mark[0]), list(mark[1])
-
-
-def check_sparse(needs: Needs) -> None:
-    """Raises ConfigError where evidence can only come from attention to the whole prompt."""
-    if needs.column_sums:
-        raise ConfigError(
-            "prefill must be 'exact' for a method that needs the weights of all prompt tokens; "
-            "sparse prefill leaves some out"
-        )
 
 
 def attend_exact(

@@ -22,8 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hybrid_kv.errors import ConfigError
 from hybrid_kv.ops import Ops
-from hybrid_kv.types import KEY_BLOCK, BlockMask, PartialAttention
+from hybrid_kv.types import KEY_BLOCK, BlockMask, Needs, PartialAttention
 
 CHOOSING = 4
 """Queries of a block that choose: 16 chose no better on text (an error of .040 for .045)."""
@@ -129,6 +130,21 @@ class SparsePrefill:
         self.blocks += sampled.blocks * listed.shape[0]
         change = (self._aim / error).clamp(1 / _FASTER, _FASTER)
         self._shares = (self._shares * change).clamp(_LEAST_SHARE, _MOST_SHARE)
+
+
+def check_sparse(needs: Needs, num_layers: int) -> None:
+    """Raises ConfigError where evidence can only come from attention to the whole prompt, or a
+    model has no layers of full attention.
+    """
+    if needs.column_sums:
+        raise ConfigError(
+            "prefill must be 'exact' for a method that needs the weights of all prompt tokens; "
+            "sparse prefill leaves some out"
+        )
+    if not num_layers:
+        raise ConfigError(
+            "prefill must be 'exact' for a model without layers of full attention; leave it out"
+        )
 
 
 def query_block(group: int) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, MistralConfig, PreTrainedModel
 
 import hybrid_kv as hkv
 from hybrid_kv.contest.cases import contenders
@@ -253,6 +253,22 @@ def test_wrong_settings_are_refused(model: PreTrainedModel) -> None:
     assert hkv.HybridConfig(prefill="sparse").prefill_error == 0.05
     with pytest.raises(ConfigError, match="prefill must be 'exact' for a method that needs"):
         hkv.attach(model, {"method": "h2o", "prefill": "sparse"})
+
+
+def test_a_model_of_windows_alone_has_nothing_to_read_sparsely() -> None:
+    config = MistralConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        sliding_window=16,
+    )
+    windows = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(ConfigError, match="'exact' for a model without layers of full attention"):
+        hkv.attach(windows, {"method": "full", "prefill": 0.1})
+    hkv.attach(windows, "full").close()
 
 
 def test_where_no_prompt_is_computed_it_is_refused() -> None:
