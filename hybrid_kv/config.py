@@ -128,7 +128,7 @@ BudgetField: TypeAlias = Annotated[Count | Literal["all"], Field(union_mode="lef
 """A budget of at least one, or 'all'."""
 
 SPARSE_ERROR = 0.05
-"""Relative error at which the KL of texts stays at thousandths (docs/results.md)."""
+"""Relative error of "sparse": the median KL of eight texts is .004, the worst .013."""
 
 
 def _known_prefill(value: object) -> object:

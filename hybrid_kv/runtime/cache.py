@@ -265,7 +265,7 @@ class KVCache:
         return [{**one, "graph": self.graph_use.describe()} for one in told]
 
     def prefill_loss(self) -> PrefillLoss | None:
-        """What block-sparse prefill read and lost of the prompt; None where it was exact."""
+        """The reads and the loss of block-sparse prefill; None where the prompt was exact."""
         layers = self.layers.items()
         sparse = [(idx, one) for idx, layer in layers for one in layer.prompt.sparse]
         if not sparse:

@@ -103,7 +103,7 @@ def note_queries(store: LayerStore, q: Tensor) -> None:
 
 
 PromptMark: TypeAlias = "tuple[Sequence[EvidenceCollector], Sequence[SparsePrefill]]"
-"""What a prompt had collected and learned when it was marked, by row."""
+"""Copies of a prompt's collectors and sparse prefills, by row, to go back to."""
 
 
 class LayerPrompt:

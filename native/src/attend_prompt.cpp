@@ -13,8 +13,8 @@ namespace {
 
 constexpr int64_t kBlockRows = 384;        // queries that share a packed tile
 constexpr int64_t kKeptWeights = 2 << 20;  // of a block, where they are summed at its end
-static_assert(kTileKeys % HKV_KEY_BLOCK == 0 && HKV_KEY_BLOCK % kPanel == 0, "blocks fill tiles");
 constexpr int64_t kStrip = 8;              // groups of kTileRows that share a panel in the first cache
+static_assert(kTileKeys % HKV_KEY_BLOCK == 0 && HKV_KEY_BLOCK % kPanel == 0, "blocks fill tiles");
 
 struct Seen {
   int64_t first, last;  // keys [first, last)
@@ -71,7 +71,8 @@ class Block {
     const Entries from = entries_of(prompt.kv, place / prompt.heads, place % prompt.heads);
     gather<Query>(prompt, place);
     Seen seen{prompt.seen(first_).first, prompt.seen(first_ + tokens_ - 1).last};
-    if (prompt.asked.listed != nullptr) seen.first = attend_listed<Element>(prompt, from, place, block);
+    if (prompt.asked.listed != nullptr)
+      seen.first = attend_listed<Element>(prompt, from, place, block);
     for (int64_t at = seen.first; at < seen.last; at += kTileKeys) {
       if (keeps) keep_tile(at);
       const int64_t count = std::min(kTileKeys, seen.last - at);
@@ -118,7 +119,7 @@ class Block {
     }
   }
 
-  /// Blocks of keys that are listed, in tiles of some each; returns the first key behind all of them.
+  /// Attends to the listed blocks of keys, some in a tile; returns the first key behind them all.
   template <typename Element>
   int64_t attend_listed(const Prompt &prompt, const Entries &from, int64_t place, int64_t block) {
     const uint8_t *listed = prompt.listed(place, block);
@@ -216,8 +217,8 @@ class Block {
     }
   }
 
-  /// What a row gave to the blocks of keys, as far as it was weighed: weights [first, last) of the
-  /// tile that begins with key `at` come to those before, which are multiplied by `shrink`.
+  /// Adds a row's weights [first, last) of the tile that begins with key `at` to the sums of its
+  /// blocks of keys; earlier sums are multiplied by `shrink`.
   void add_to_blocks(const Prompt &prompt, int64_t row, float shrink, const float *weights,
                      int64_t first, int64_t last, int64_t at) {
     const int64_t blocks = prompt.kv.keys.count / HKV_KEY_BLOCK, done = at / HKV_KEY_BLOCK;
@@ -242,8 +243,9 @@ class Block {
       const float *sums = sums_of(row);
       for (int64_t d = 0; prompt.out != nullptr && d < value_dim_; ++d)
         round_to(empty ? 0.0f : sums[d] / softmax.total, out[d]);
-      const int64_t blocks = prompt.block_masses == nullptr ? 0 : prompt.kv.keys.count / HKV_KEY_BLOCK;
-      for (int64_t i = 0; i < blocks; ++i) prompt.block_masses[to * blocks + i] /= softmax.total;
+      const int64_t blocks = prompt.kv.keys.count / HKV_KEY_BLOCK;
+      for (int64_t i = 0; prompt.block_masses != nullptr && i < blocks; ++i)
+        prompt.block_masses[to * blocks + i] /= softmax.total;
       prompt.lse[to] = empty ? kNoLogit : softmax.largest + std::log(softmax.total);
     }
   }
@@ -333,9 +335,9 @@ extern "C" int hkv_attend_prompt(hkv_pool *pool, int32_t batch, int32_t heads, c
                                  float *lse, float *masses, float *block_masses) {
   return hkv::guarded([&] {
     hkv::require(asked != nullptr, "asked must not be NULL");
+    const void *wanted = out == nullptr ? block_masses : out;  // one of them is enough
     hkv::check_attention(batch, heads, kv, asked->queries, asked->dtype, asked->tokens, softcap,
-                         out == nullptr && block_masses != nullptr ? lse : static_cast<float *>(out),
-                         lse);
+                         static_cast<const float *>(wanted), lse);
     if (batch == 0 || heads == 0) return;
     hkv::check(*asked, *kv);
     hkv::require(masses == nullptr || asked->listed == nullptr,

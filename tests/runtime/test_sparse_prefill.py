@@ -193,6 +193,24 @@ def test_rows_of_a_padded_batch_are_as_alone(model: PreTrainedModel) -> None:
             assert (together[row] - got[0]).norm() < close * got.norm()
 
 
+def test_a_mask_with_holes_hides_what_it_hides_in_exact_prefill(model: PreTrainedModel) -> None:
+    ids, mask = ids_of(500), torch.ones(1, 500, dtype=torch.long)
+    mask[0, 100:140] = mask[0, 300] = 0
+    found = []
+    for prefill in ("exact", 0.01):
+        with hkv.attach(model, {"method": "full", "prefill": prefill, **CHUNKS}) as attached:
+            cache = attached.cache()
+            found += [
+                logits_after(model, cache, ids.masked_fill(mask == 0, hidden), mask)
+                for hidden, cache in ((5, cache), (9, attached.cache()))
+            ]
+            assert (cache.kv.prefill_loss() is None) == (prefill == "exact")
+    exact, exact_again, sparse, sparse_again = found
+    assert torch.equal(exact, exact_again)
+    assert torch.equal(sparse, sparse_again)
+    assert 0 < (sparse - exact).norm() < 0.3 * exact.norm()  # short chunks: the share is the first
+
+
 def test_a_prompt_that_failed_is_computed_as_if_it_were_the_first_try(
     model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
