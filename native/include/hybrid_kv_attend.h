@@ -69,9 +69,15 @@ typedef struct hkv_prompt {
   /* [tokens] row of each token, ascending, where they are some tokens of a prompt: each sees the
    * rows up to its own. Causal, without window or blocks. NULL where they are the newest rows. */
   const int64_t *positions;
+  /* Whether products are those of bfloat16 in pairs, of which queries, keys and values are then;
+   * weights are rounded to it. As `hkv_has_pairs` allows. */
+  int32_t pairs;
 } hkv_prompt;
 
 #define HKV_KEY_BLOCK 64
+
+/* 1 where this CPU and this library multiply pairs of bfloat16, else 0. */
+HKV_API int hkv_has_pairs(void);
 
 /* The rows of a KV head that each of its queries sees; made for many of them.
  *

@@ -61,7 +61,11 @@ struct Prompt {
 };
 
 /// A block of one KV head, and the memory that a thread keeps for its blocks.
+template <typename In>
 class Block {
+  using Packed = typename In::Packed;
+  static constexpr int64_t kPackedKeys = kTileKeys / In::kElements;
+
  public:
   template <typename Element, typename Query>
   void run(const Prompt &prompt, int64_t place, int64_t block) {
@@ -78,44 +82,46 @@ class Block {
       const int64_t count = std::min(kTileKeys, seen.last - at);
       pack<Element>(from, at, count, 0);
       attend_tile(prompt, at, count);
-      if (keeps) note_largest();
+      if (keeps) kept_.back().largest = largest_logits();  // which the tile's weights are below
     }
     write<Query>(prompt);
     if (keeps) add_masses(prompt, place);
-    if (static_cast<int64_t>(weights_.size()) > 2 * kKeptWeights)
-      std::vector<float>().swap(weights_);  // of so long a prompt threads keep none
+    if (static_cast<int64_t>(kept_weights_.size()) > 2 * kKeptWeights)
+      std::vector<Packed>().swap(kept_weights_);  // of so long a prompt threads keep none
   }
 
  private:
   void begin(const Prompt &prompt, int64_t block) {
     group_ = prompt.asked.group, dim_ = prompt.kv.keys.dim, value_dim_ = prompt.kv.values.dim;
+    width_ = packed<In>(dim_);
     first_ = block * prompt.tokens_of_block();
     tokens_ = std::min(prompt.tokens_of_block(), prompt.asked.tokens - first_);
     rows_ = tokens_ * group_;
     groups_ = (rows_ + kTileRows - 1) / kTileRows;
     padded_ = in_panels(value_dim_);
     const int64_t room = groups_ * kTileRows;
-    grow(queries_, room * dim_);
-    grow(keys_, kTileKeys * dim_);
-    grow(values_, kTileKeys * padded_);
-    grow(scores_, kStrip * kTileRows * kTileKeys);
+    grow(queries_, room * width_);
+    grow(keys_, kTileKeys * width_);
+    grow(values_, kPackedKeys * padded_);
+    grow(weights_, kStrip * kTileRows * kPackedKeys);
+    if (In::kElements > 1) grow(scores_, kStrip * kTileRows * kTileKeys);
     kept_.clear();
     sums_.assign(static_cast<size_t>(room * padded_), 0.0f);
     softmax_.assign(static_cast<size_t>(room), {});
   }
 
-  /// Queries as groups [dim][kTileRows]; rows beyond the last are 0.
+  /// Queries as groups [width][kTileRows]; rows beyond the last are 0.
   template <typename Query>
   void gather(const Prompt &prompt, int64_t place) {
     const hkv_prompt &asked = prompt.asked;
     const int64_t batch_row = place / prompt.heads, head = place % prompt.heads * group_;
-    for (int64_t row = 0; row < groups_ * kTileRows; ++row) {
-      float *to = queries_.data() + row / kTileRows * dim_ * kTileRows + row % kTileRows;
+    Packed *last = queries_of(groups_ - 1);
+    std::fill(last, last + width_ * kTileRows, 0);
+    for (int64_t row = 0; row < rows_; ++row) {
       const Query *from = static_cast<const Query *>(asked.queries) +
                           batch_row * asked.step[0] + (head + row % group_) * asked.step[1] +
                           (first_ + row / group_) * asked.step[2];
-      for (int64_t d = 0; d < dim_; ++d)
-        to[d * kTileRows] = row < rows_ ? to_float(from[d]) : 0.0f;
+      pack_query<In>(from, dim_, queries_of(row / kTileRows), row % kTileRows);
     }
   }
 
@@ -148,9 +154,10 @@ class Block {
   void pack(const Entries &from, int64_t at, int64_t count, int64_t to) {
     const auto *keys = static_cast<const Element *>(from.keys.data) + at * from.keys.stride;
     const auto *values = static_cast<const Element *>(from.values.data) + at * from.values.stride;
-    pack_keys(keys, from.keys.stride, dim_, count, keys_.data() + to * dim_);
+    pack_keys<In>(keys, from.keys.stride, dim_, count, keys_.data() + to * width_);
     if (reads_values_)
-      pack_values(values, from.values.stride, value_dim_, count, values_.data() + to * kPanel);
+      pack_values<In>(values, from.values.stride, value_dim_, count,
+                      values_.data() + to / In::kElements * kPanel);
   }
 
   /// The block against the tile of `count` keys that begins with key `at`.
@@ -176,22 +183,23 @@ class Block {
       for (int64_t group = from; group < to; ++group) {
         const Seen &own = seen[group - from];
         if (own.last <= panel * kPanel || own.first >= (panel + 1) * kPanel) continue;
-        score_panel(queries_.data() + group * kTileRows * dim_,
-                    keys_.data() + panel * kPanel * dim_, dim_,
-                    scores_of(group, from) + panel * kPanel);
+        score_panel<In>(queries_of(group), keys_.data() + panel * kPanel * width_, width_,
+                        scores_of(group, from) + panel * kPanel);
       }
     for (int64_t group = from; group < to; ++group) {
       if (!kept_.empty()) kept_.back().seen[static_cast<size_t>(group)] = seen[group - from];
-      if (seen[group - from].first < seen[group - from].last)
-        weigh(prompt, group, seen[group - from], scores_of(group, from), at);
+      if (seen[group - from].first == seen[group - from].last) continue;
+      weigh(prompt, group, seen[group - from], scores_of(group, from), at);
+      if (reads_values_) round_weights(seen[group - from], group, from);
     }
     for (int64_t panel = 0; prompt.out != nullptr && panel * kPanel < value_dim_; ++panel)
       for (int64_t group = from; group < to; ++group) {
         const Seen &own = seen[group - from];
         if (own.first == own.last) continue;
-        add_panel(scores_of(group, from) + own.first,
-                  values_.data() + panel * kTileKeys * kPanel + own.first * kPanel,
-                  own.last - own.first, sums_of(group * kTileRows) + panel * kPanel, padded_);
+        const int64_t first = own.first / In::kElements, last = packed<In>(own.last);
+        add_panel<In>(weights_of(group, from) + first,
+                      values_.data() + (panel * kPackedKeys + first) * kPanel, last - first,
+                      sums_of(group * kTileRows) + panel * kPanel, padded_);
       }
   }
 
@@ -214,6 +222,18 @@ class Block {
       float *sums = sums_of(row);
       for (int64_t d = 0; shrink != 1.0f && d < padded_; d += kLanes)
         store_floats(sums + d, load_floats(sums + d) * shrink);
+    }
+  }
+
+  /// Weights of a group as they are multiplied with values: whole panels, 0 where a row sees none.
+  void round_weights(const Seen &seen, int64_t group, int64_t from) {
+    if (In::kElements == 1) return;
+    const int64_t first = seen.first / kPanel * kPanel, last = in_panels(seen.last);
+    for (int64_t i = 0; i < kTileRows; ++i) {
+      const float *own = scores_of(group, from) + i * kTileKeys;
+      Packed *to = weights_of(group, from) + i * kPackedKeys;
+      for (int64_t key = first; key < last; key += kLanes)
+        In::round(load_floats(own + key), to + key / In::kElements);
     }
   }
 
@@ -255,32 +275,56 @@ class Block {
     const auto number = static_cast<int64_t>(kept_.size());
     const auto groups = static_cast<size_t>(groups_);
     kept_.push_back({at, std::vector<Seen>(groups, Seen{0, 0}), {}});
-    grow(weights_, (number + 1) * groups_ * kTileRows * kTileKeys);
+    grow(kept_weights_, (number + 1) * groups_ * kTileRows * kPackedKeys);
   }
 
-  /// The tile's weights are those below the logits that were largest by then.
-  void note_largest() {
-    for (int64_t row = 0; row < rows_; ++row)
-      kept_.back().largest.push_back(softmax_[static_cast<size_t>(row)].largest);
+  /// The largest logit of each row so far, in whole vectors.
+  std::vector<float> largest_logits() const {
+    std::vector<float> largest(static_cast<size_t>(in_vectors(rows_)), kNoLogit);
+    for (size_t row = 0; row < static_cast<size_t>(rows_); ++row)
+      largest[row] = softmax_[row].largest;
+    return largest;
   }
 
   /// What the block's queries gave to each key, over all of its tiles.
   void add_masses(const Prompt &prompt, int64_t place) {
     float *to = prompt.masses + place * group_ * prompt.kv.keys.count;
+    const std::vector<float> last = largest_logits();
+    std::vector<float> shrink(last.size());
     for (int64_t number = 0; number < static_cast<int64_t>(kept_.size()); ++number) {
       const Kept &kept = kept_[static_cast<size_t>(number)];
-      for (int64_t row = 0; row < rows_; ++row) {
-        const RunningSoftmax &softmax = softmax_[static_cast<size_t>(row)];
-        const Seen seen = kept.seen[static_cast<size_t>(row / kTileRows)];
-        if (seen.first == seen.last || softmax.total == 0.0f) continue;
-        // 0 where the row had seen nothing by then; what is not a number stays so.
-        const float largest = kept.largest[static_cast<size_t>(row)];
-        const float share = std::exp(largest - softmax.largest) / softmax.total;
-        const float *from = weights_.data() + (number * groups_ * kTileRows + row) * kTileKeys;
-        float *sums = to + row % group_ * prompt.kv.keys.count + kept.at;
-        for (int64_t key = seen.first; key < seen.last; ++key) sums[key] += share * from[key];
+      // 0 where the row had seen nothing by then; what is not a number stays so.
+      for (size_t row = 0; row < shrink.size(); row += kLanes)
+        store(&shrink[row], exp_of_negative(load_floats(&kept.largest[row]) - load_floats(&last[row])));
+      for (size_t row = 0; row < static_cast<size_t>(rows_); ++row) {
+        const float total = softmax_[row].total;
+        shrink[row] = total == 0.0f ? 0.0f : shrink[row] / total;
       }
+      const int64_t count = prompt.kv.keys.count;
+      for (int64_t head = 0; head < group_; ++head)
+        for (int64_t panel = 0; panel < kTileKeys && kept.at + panel < count; panel += kPanel)
+          add_masses(number, head, panel, shrink.data(), to + head * count + kept.at + panel,
+                     std::min<int64_t>(kPanel, count - kept.at - panel));
     }
+  }
+
+  /// Adds the weights of a kept tile's panel, times a row's share of its sum, over a head's rows.
+  void add_masses(int64_t number, int64_t head, int64_t panel, const float *shares, float *to,
+                  int64_t count) {
+    const std::vector<Seen> &seen = kept_[static_cast<size_t>(number)].seen;
+    const Packed *weights = kept_weights_.data() + number * groups_ * kTileRows * kPackedKeys;
+    Floats sums[kWide] = {};
+    for (int64_t row = head; row < rows_; row += group_) {
+      const Seen own = seen[static_cast<size_t>(row / kTileRows)];
+      if (own.last <= panel || own.first >= panel + kPanel) continue;
+      const Packed *from = weights + row * kPackedKeys + panel / In::kElements;
+      unrolled<kWide>([&](auto i) {
+        sums[i] += shares[row] * In::unpack(from + i * kLanes / In::kElements);
+      });
+    }
+    float all[kPanel];
+    unrolled<kWide>([&](auto i) { store(all + i * kLanes, sums[i]); });
+    for (int64_t key = 0; key < count; ++key) to[key] += all[key];
   }
 
   struct Kept {
@@ -292,23 +336,35 @@ class Block {
   Seen token_seen(const Prompt &prompt, int64_t row) const {
     return prompt.seen(first_ + row / group_);
   }
-  /// Where a group's scores become weights, in a strip that begins with group `from`.
-  float *scores_of(int64_t group, int64_t from) {
-    if (kept_.empty()) return scores_.data() + (group - from) * kTileRows * kTileKeys;
+  /// What a group's values are multiplied with, in a strip that begins with group `from`.
+  Packed *weights_of(int64_t group, int64_t from) {
+    if (kept_.empty()) return weights_.data() + (group - from) * kTileRows * kPackedKeys;
     const auto tile = static_cast<int64_t>(kept_.size()) - 1;
-    return weights_.data() + (tile * groups_ + group) * kTileRows * kTileKeys;
+    return kept_weights_.data() + (tile * groups_ + group) * kTileRows * kPackedKeys;
   }
+  /// Where its scores become weights, before they are rounded.
+  float *scores_of(int64_t group, int64_t from) {
+    if constexpr (In::kElements > 1)
+      return scores_.data() + (group - from) * kTileRows * kTileKeys;
+    else
+      return weights_of(group, from);
+  }
+  Packed *queries_of(int64_t group) { return queries_.data() + group * kTileRows * width_; }
   float *sums_of(int64_t row) { return sums_.data() + row * padded_; }
 
   bool reads_values_;
-  int64_t place_, group_, dim_, value_dim_, padded_, first_, tokens_, rows_, groups_;
-  std::vector<float> queries_, keys_, values_, scores_, sums_, weights_;
+  int64_t place_, group_, dim_, width_, value_dim_, padded_, first_, tokens_, rows_, groups_;
+  std::vector<Packed> queries_, keys_, values_, weights_, kept_weights_;
+  std::vector<float> scores_, sums_;
   std::vector<Kept> kept_;
   std::vector<RunningSoftmax> softmax_;
 };
 
 void check(const hkv_prompt &asked, const hkv_kv &kv) {
   require(asked.group >= 1, "group must be at least 1");
+  require(asked.pairs == 0 || has_pairs(), "this CPU does not multiply pairs of bfloat16");
+  require(asked.pairs == 0 || (asked.dtype == HKV_BF16 && kv.keys.dtype == HKV_BF16),
+          "pairs are of bfloat16 queries, keys and values");
   require(asked.window >= 0, "window must be at least 0");
   require(!asked.causal || asked.positions != nullptr || asked.tokens <= kv.keys.count,
           "there must be a key for each token at least");
@@ -329,6 +385,8 @@ void check(const hkv_prompt &asked, const hkv_kv &kv) {
 
 }  // namespace
 }  // namespace hkv
+
+extern "C" int hkv_has_pairs(void) { return hkv::has_pairs() ? 1 : 0; }
 
 extern "C" int hkv_attend_prompt(hkv_pool *pool, int32_t batch, int32_t heads, const hkv_kv *kv,
                                  const hkv_prompt *asked, float scale, float softcap, void *out,
@@ -356,12 +414,18 @@ extern "C" int hkv_attend_prompt(hkv_pool *pool, int32_t batch, int32_t heads, c
                              softcap, out,   lse, masses, block_masses};
     const int64_t blocks = prompt.blocks();
     const auto run = [&](int64_t place, int64_t number) {
-      thread_local hkv::Block block;
+#if HKV_HAS_PAIRS
+      if (asked->pairs != 0) {
+        thread_local hkv::Block<hkv::InPairs> block;
+        return block.run<hkv::Bfloat, hkv::Bfloat>(prompt, place, number);
+      }
+#endif
+      thread_local hkv::Block<hkv::InFloats> block;
       hkv::with_dtype(kv->keys.dtype, [&](auto *element) {
         using Element = std::remove_const_t<std::remove_pointer_t<decltype(element)>>;
         hkv::with_dtype(asked->dtype, [&](auto *query) {
           using Query = std::remove_const_t<std::remove_pointer_t<decltype(query)>>;
-          block.run<Element, Query>(prompt, place, number);
+          block.template run<Element, Query>(prompt, place, number);
         });
       });
     };

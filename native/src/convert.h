@@ -32,6 +32,7 @@ constexpr int kLanes = 4;
 #endif
 
 typedef float Floats __attribute__((vector_size(4 * kLanes)));
+typedef uint32_t Words __attribute__((vector_size(4 * kLanes)));
 
 inline float bits_to_float(uint32_t bits) {
   float value;
@@ -61,6 +62,13 @@ inline float to_float(Half value) {
            return bits;
          }());
 #endif
+}
+
+template <typename Element>
+Words load_words(const Element *from) {
+  Words value;
+  std::memcpy(&value, from, sizeof value);
+  return value;
 }
 
 inline Floats load_floats(const float *from) {
@@ -113,6 +121,13 @@ inline Floats rounded(Floats product) {
 }
 
 inline void store_floats(float *to, Floats value) { std::memcpy(to, &value, sizeof value); }
+
+/// A vector of 32-bit lanes, whatever numbers they are.
+template <typename Number, typename Vector>
+void store(Number *to, Vector value) {
+  static_assert(sizeof(Number) == 4 && sizeof(Vector) == 4 * kLanes, "lanes are numbers");
+  std::memcpy(to, &value, sizeof value);
+}
 
 template <typename Element>
 void convert(const Element *from, int64_t count, float *to) {

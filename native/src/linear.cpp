@@ -5,16 +5,9 @@
 #include <type_traits>
 #include <vector>
 
-#include "convert.h"
 #include "error.h"
+#include "pairs.h"
 #include "pool.h"
-
-// The library for AVX-512 runs on CPUs without these instructions too.
-#if defined(__AVX512F__) && (defined(__clang__) || __GNUC__ >= 10)
-#define HKV_HAS_PAIRS 1
-#else
-#define HKV_HAS_PAIRS 0
-#endif
 
 namespace hkv {
 namespace {
@@ -24,8 +17,6 @@ constexpr int kChannels = 2 * kPair;   // of one round of the loop over a row
 constexpr int64_t kAhead = 8 * 1024;   // bytes between what is asked for and what is read
 constexpr int64_t kItemBytes = 128 * 1024;  // of weights that a worker takes at a time
 
-typedef uint32_t Words __attribute__((vector_size(4 * kLanes)));
-
 /// May ask for what lies behind the weights, which does no harm.
 inline void ask_ahead(const void *from) {
   const uintptr_t address = reinterpret_cast<uintptr_t>(from) + kAhead;
@@ -34,8 +25,7 @@ inline void ask_ahead(const void *from) {
 
 /// Two vectors of a row's next channels, in the order that `place` gives.
 HKV_INLINE inline void load_pair(const Bfloat *from, Floats &first, Floats &second) {
-  Words words;
-  std::memcpy(&words, from, sizeof words);
+  const Words words = load_words(from);
   first = (Floats)(words << 16);
   second = (Floats)(words & 0xffff0000u);
 }
@@ -112,11 +102,6 @@ __attribute__((target("avx512bf16"))) inline void add_row_of_pairs(const Bfloat 
     sums[token] += sum_lanes((Floats)parts[token][0] + (Floats)parts[token][1]);
 }
 
-bool has_pairs() {
-  static const bool has = __builtin_cpu_supports("avx512bf16") != 0;
-  return has;
-}
-
 #endif
 
 /// Inputs of all tokens, padded with zeros: as floats in the order of `load_pair`, and, where pairs
@@ -130,9 +115,7 @@ struct Inputs {
 
   void prepare(const Element *inputs, int64_t tokens, int64_t channels) {
     padded = (channels + kChannels - 1) / kChannels * kChannels;
-#if HKV_HAS_PAIRS
     as_pairs = std::is_same_v<Element, Bfloat> && has_pairs();
-#endif
     if (as_pairs) {
       pairs.assign(static_cast<size_t>(tokens * padded), Element{0});
       for (int64_t token = 0; token < tokens; ++token)

@@ -6,8 +6,9 @@
 #include <cmath>
 #include <cstdint>
 
-#include "convert.h"
+#include "pairs.h"
 #include "softmax.h"
+#include "transpose.h"
 #include "unrolled.h"
 
 namespace hkv {
@@ -25,41 +26,138 @@ static_assert(kTileKeys % kPanel == 0, "a tile has whole panels");
 /// Columns that whole panels hold.
 inline int64_t in_panels(int64_t columns) { return (columns + kPanel - 1) / kPanel * kPanel; }
 
-/// Keys [count, dim] as panels [dim][kPanel], one after the other; what is beyond `count` is 0.
-template <typename Element>
-void pack_keys(const Element *keys, int64_t stride, int64_t dim, int64_t count, float *panels) {
-  for (int64_t first = 0; first < count; first += kPanel, panels += dim * kPanel) {
+/// Arithmetic of tiles in float32, of which anything is made.
+struct InFloats {
+  using Packed = float;  // what vectors of packed queries, keys, values and weights hold
+  using Vector = Floats;
+  static constexpr int kElements = 1;  // of a Packed
+
+  template <typename Element>
+  static float pack(const Element *from, int64_t) {
+    return to_float(*from);
+  }
+  template <typename Element>
+  static Floats pack(const Element *from) {
+    return load_floats(from);
+  }
+  /// Elements of one row, and none of a next.
+  template <typename Element>
+  static float join(const Element *row, const Element *) {
+    return to_float(*row);
+  }
+  template <typename Element>
+  static Floats join_vector(const Element *row, const Element *) {
+    return load_floats(row);
+  }
+  /// kLanes weights, rounded and back.
+  static void round(Floats values, float *to) { store(to, values); }
+  static Floats unpack(const float *from) { return load_floats(from); }
+  static Floats add(Floats sums, Floats a, float b) { return sums + a * b; }
+};
+
+#if HKV_HAS_PAIRS
+
+/// Arithmetic of tiles of bfloat16 in pairs, where `has_pairs`.
+struct InPairs {
+  using Packed = uint32_t;
+  using Vector = Words;
+  static constexpr int kElements = 2;
+
+  /// The second of a pair is 0 where only one is left.
+  static uint32_t pack(const Bfloat *from, int64_t left) {
+    return left > 1 ? join(from, from + 1) : from->bits;
+  }
+  static Words pack(const Bfloat *from) { return load_words(from); }
+  /// Pairs of one row and the next, which is 0 where there is none.
+  static uint32_t join(const Bfloat *row, const Bfloat *next) {
+    return row->bits | (next == nullptr ? 0u : static_cast<uint32_t>(next->bits) << 16);
+  }
+  static Words join_vector(const Bfloat *row, const Bfloat *next) {
+    const Words first = (Words)load_floats(row) >> 16;
+    return next == nullptr ? first : first | (Words)load_floats(next);
+  }
+  static void round(Floats values, uint32_t *to) {
+    const auto pairs = to_bfloats(values);
+    std::memcpy(to, &pairs, sizeof pairs);
+  }
+  static Floats unpack(const uint32_t *from) {
+    return load_floats(reinterpret_cast<const Bfloat *>(from));
+  }
+  static Floats add(Floats sums, Words a, uint32_t b) { return add_pairs(sums, a, b - Words{}); }
+};
+
+#endif
+
+/// How many Packed hold so many elements.
+template <typename In>
+int64_t packed(int64_t elements) {
+  return (elements + In::kElements - 1) / In::kElements;
+}
+
+/// A query [dim] as row `row` of a group [packed dim][kTileRows].
+template <typename In, typename Element>
+void pack_query(const Element *query, int64_t dim, typename In::Packed *group, int64_t row) {
+  for (int64_t d = 0; d < dim; d += In::kElements, group += kTileRows)
+    group[row] = In::pack(query + d, dim - d);
+}
+
+/// Keys [count, dim] as panels [packed dim][kPanel], one after the other; what is beyond `count`
+/// is 0.
+template <typename In, typename Element>
+void pack_keys(const Element *keys, int64_t stride, int64_t dim, int64_t count,
+               typename In::Packed *panels) {
+  const int64_t width = packed<In>(dim), whole = dim / (kLanes * In::kElements) * kLanes;
+  for (int64_t first = 0; first < count; first += kPanel, panels += width * kPanel) {
     const int64_t there = std::min<int64_t>(kPanel, count - first);
-    for (int64_t key = 0; key < there; ++key) {
-      const Element *from = keys + (first + key) * stride;
-      for (int64_t d = 0; d < dim; ++d) panels[d * kPanel + key] = to_float(from[d]);
-    }
-    for (int64_t d = 0; there < kPanel && d < dim; ++d)
-      std::fill(panels + d * kPanel + there, panels + (d + 1) * kPanel, 0.0f);
+    int64_t key = 0;
+    for (; key + kLanes <= there; key += kLanes)
+      for (int64_t at = 0; at < whole; at += kLanes) {
+        const Element *from = keys + (first + key) * stride + at * In::kElements;
+        Words square[kLanes];
+        unrolled<kLanes>([&](auto i) { square[i] = (Words)In::pack(from + i * stride); });
+        transpose(square);
+        unrolled<kLanes>([&](auto i) { store(panels + (at + i) * kPanel + key, square[i]); });
+      }
+    for (int64_t row = 0; row < there; ++row)
+      for (int64_t at = row < key ? whole : 0; at < width; ++at) {
+        const int64_t d = at * In::kElements;
+        panels[at * kPanel + row] = In::pack(keys + (first + row) * stride + d, dim - d);
+      }
+    for (int64_t at = 0; there < kPanel && at < width; ++at)
+      std::fill(panels + at * kPanel + there, panels + (at + 1) * kPanel, 0);
   }
 }
 
-/// Values [count, dim] as panels [kTileKeys][kPanel] of channels; channels beyond `dim` are 0.
-template <typename Element>
-void pack_values(const Element *values, int64_t stride, int64_t dim, int64_t count, float *panels) {
-  for (int64_t first = 0; first < dim; first += kPanel, panels += kTileKeys * kPanel) {
+/// Values [count, dim] as panels [packed kTileKeys][kPanel] of channels; those beyond `dim` are 0.
+template <typename In, typename Element>
+void pack_values(const Element *values, int64_t stride, int64_t dim, int64_t count,
+                 typename In::Packed *panels) {
+  for (int64_t first = 0; first < dim; first += kPanel, panels += packed<In>(kTileKeys) * kPanel) {
     const int64_t there = std::min<int64_t>(kPanel, dim - first);
-    for (int64_t key = 0; key < count; ++key) {
-      convert(values + key * stride + first, there, panels + key * kPanel);
-      std::fill(panels + key * kPanel + there, panels + (key + 1) * kPanel, 0.0f);
+    auto *to = panels;
+    for (int64_t key = 0; key < count; key += In::kElements, to += kPanel) {
+      const Element *row = values + key * stride + first;
+      const Element *next = key + 1 < count ? row + stride : nullptr;
+      const auto later = [&](int64_t d) { return next == nullptr ? nullptr : next + d; };
+      int64_t d = 0;
+      for (; d + kLanes <= there; d += kLanes) store(to + d, In::join_vector(row + d, later(d)));
+      for (; d < there; ++d) to[d] = In::join(row + d, later(d));
+      std::fill(to + there, to + kPanel, 0);
     }
   }
 }
 
-/// Products of queries [dim][kTileRows] with a panel of keys, to scores [kTileRows][kTileKeys].
-HKV_INLINE inline void score_panel(const float *queries, const float *panel, int64_t dim,
+/// Products of queries [width][kTileRows] with a panel of keys, to scores [kTileRows][kTileKeys].
+template <typename In>
+HKV_INLINE inline void score_panel(const typename In::Packed *queries,
+                                   const typename In::Packed *panel, int64_t width,
                                    float *scores) {
   Floats sums[kTileRows][kWide] = {};
-  for (int64_t d = 0; d < dim; ++d, queries += kTileRows, panel += kPanel) {
-    Floats keys[kWide];
-    unrolled<kWide>([&](auto i) { keys[i] = load_floats(panel + i * kLanes); });
+  for (int64_t d = 0; d < width; ++d, queries += kTileRows, panel += kPanel) {
+    typename In::Vector keys[kWide];
+    unrolled<kWide>([&](auto i) { std::memcpy(&keys[i], panel + i * kLanes, sizeof keys[i]); });
     unrolled<kTileRows>([&](auto row) {
-      unrolled<kWide>([&](auto i) { sums[row][i] += keys[i] * queries[row]; });
+      unrolled<kWide>([&](auto i) { sums[row][i] = In::add(sums[row][i], keys[i], queries[row]); });
     });
   }
   unrolled<kTileRows>([&](auto row) {
@@ -68,19 +166,22 @@ HKV_INLINE inline void score_panel(const float *queries, const float *panel, int
   });
 }
 
-/// Adds values [count][kPanel], weighted by weights [kTileRows][kTileKeys], to sums of a row each,
-/// `stride` apart.
-HKV_INLINE inline void add_panel(const float *weights, const float *panel, int64_t count,
-                                 float *out, int64_t stride) {
+/// Adds values [count][kPanel], weighted by weights [kTileRows][packed kTileKeys], to sums of a row
+/// each, `stride` apart.
+template <typename In>
+HKV_INLINE inline void add_panel(const typename In::Packed *weights,
+                                 const typename In::Packed *panel, int64_t count, float *out,
+                                 int64_t stride) {
+  constexpr int64_t kStep = kTileKeys / In::kElements;
   Floats sums[kTileRows][kWide];
   unrolled<kTileRows>([&](auto row) {
     unrolled<kWide>([&](auto i) { sums[row][i] = load_floats(out + row * stride + i * kLanes); });
   });
   for (int64_t key = 0; key < count; ++key, ++weights, panel += kPanel) {
-    Floats values[kWide];
-    unrolled<kWide>([&](auto i) { values[i] = load_floats(panel + i * kLanes); });
+    typename In::Vector values[kWide];
+    unrolled<kWide>([&](auto i) { std::memcpy(&values[i], panel + i * kLanes, sizeof values[i]); });
     unrolled<kTileRows>([&](auto row) {
-      unrolled<kWide>([&](auto i) { sums[row][i] += values[i] * weights[row * kTileKeys]; });
+      unrolled<kWide>([&](auto i) { sums[row][i] = In::add(sums[row][i], values[i], weights[row * kStep]); });
     });
   }
   unrolled<kTileRows>([&](auto row) {

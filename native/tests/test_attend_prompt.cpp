@@ -21,21 +21,30 @@ std::vector<float> floats_of(const Rows &rows) {
   return all;
 }
 
-/// Whether the definition, in double precision, gives each query's out and lse.
-void check_case(const Case &c, hkv_pool *pool = nullptr) {
+/// Whether the definition, in double precision, gives each query's out and lse. In pairs of bfloat16
+/// weights are rounded, and so are queries here and what comes out.
+void check_case(const Case &c, hkv_pool *pool, bool pairs) {
   const Rows keys(random_floats(c.count * c.dim, 1), c.dim, c.dtype, 3);
   const Rows values(random_floats(c.count * c.value_dim, 2), c.value_dim, c.dtype, 1);
-  const Rows queries(random_floats(c.group * c.tokens * c.dim, 3), c.dim, HKV_F32, 5);
+  const int32_t dtype = pairs ? HKV_BF16 : HKV_F32;
+  const Rows queries(random_floats(c.group * c.tokens * c.dim, 3), c.dim, dtype, 5);
   const hkv_kv kv = kv_of(keys, values);
   const int64_t stride = queries.keys().stride;
   const hkv_prompt asked{queries.keys().data, {0, c.tokens * stride, stride}, c.tokens, c.group,
-                         c.window, HKV_F32, c.causal};
+                         c.window, dtype, c.causal, nullptr, 0, nullptr, pairs};
+  std::vector<uint16_t> narrow(static_cast<size_t>(c.group * c.tokens * c.value_dim), 0xffff);
   std::vector<float> out(static_cast<size_t>(c.group * c.tokens * c.value_dim), -7.0f);
   std::vector<float> lse(static_cast<size_t>(c.group * c.tokens), -7.0f);
   std::vector<float> masses(static_cast<size_t>(c.group * c.count), -7.0f);
   std::vector<double> right_masses(masses.size(), 0.0);
-  CHECK_OK(hkv_attend_prompt(pool, 1, 1, &kv, &asked, 0.5f, c.softcap, out.data(), lse.data(),
+  CHECK_OK(hkv_attend_prompt(pool, 1, 1, &kv, &asked, 0.5f, c.softcap,
+                             pairs ? static_cast<void *>(narrow.data()) : out.data(), lse.data(),
                              c.weighed ? masses.data() : nullptr, nullptr));
+  for (size_t i = 0; pairs && i < out.size(); ++i) {
+    const uint32_t bits = static_cast<uint32_t>(narrow[i]) << 16;
+    std::memcpy(&out[i], &bits, sizeof bits);
+  }
+  const double close = pairs ? 1e-2 : 1e-5, masses_close = pairs ? 4e-3 : 1e-4;
   const std::vector<float> all = floats_of(queries);
   for (int64_t query = 0; query < c.group * c.tokens; ++query) {
     int64_t first = 0, last = c.count;
@@ -58,14 +67,20 @@ void check_case(const Case &c, hkv_pool *pool = nullptr) {
     const float *own = out.data() + query * c.value_dim;
     for (int32_t d = 0; d < c.value_dim; ++d) {
       const double right = total == 0 ? 0.0 : sums[static_cast<size_t>(d)] / total;
-      CHECK(std::fabs(static_cast<double>(own[d]) - right) < 1e-5);
+      CHECK(std::fabs(static_cast<double>(own[d]) - right) < close);
     }
     const float its_lse = lse[static_cast<size_t>(query)];
     CHECK(total == 0 ? its_lse == -std::numeric_limits<float>::infinity()
                      : std::fabs(static_cast<double>(its_lse) - std::log(total)) < 1e-5);
   }
   for (size_t i = 0; c.weighed && i < masses.size(); ++i)
-    CHECK(std::fabs(static_cast<double>(masses[i]) - right_masses[i]) < 1e-4);
+    CHECK(std::fabs(static_cast<double>(masses[i]) - right_masses[i]) <
+          masses_close * (1 + right_masses[i]));
+}
+
+void check_case(const Case &c, hkv_pool *pool = nullptr) {
+  check_case(c, pool, false);
+  if (c.dtype == HKV_BF16 && hkv_has_pairs() != 0) check_case(c, pool, true);
 }
 
 }  // namespace
@@ -81,14 +96,16 @@ CLAIM(attention_of_a_prompt_is_that_of_the_definition) {
     }
   for (const int64_t count : {0, 1, 255, 256, 257, 600})
     check_case({36, 36, HKV_F16, count, 5, 5, 0, false, 0.0f, true});
-  check_case({8, 8, HKV_F32, 300, 300, 7, 33, true, 0.0f, true});  // several tiles and blocks
+  for (const int32_t dtype : {HKV_F32, HKV_BF16})
+    check_case({8, 8, dtype, 300, 300, 7, 33, true, 0.0f, true});  // several tiles and blocks
   check_case({8, 8, HKV_F32, 4, 0, 7, 0, true, 0.0f, true});
   check_case({8, 8, HKV_F32, 4, 3, 500, 0, true, 0.0f, true});  // a token's queries exceed a block
 }
 
 CLAIM(threads_share_a_prompt) {
   ScopedPool pool(3);
-  check_case({16, 16, HKV_F32, 500, 450, 3, 0, true, 0.0f, true}, pool.get());
+  for (const int32_t dtype : {HKV_F32, HKV_BF16})
+    check_case({16, 16, dtype, 500, 450, 3, 0, true, 0.0f, true}, pool.get());
 }
 
 CLAIM(what_is_hidden_is_not_read) {
@@ -104,6 +121,21 @@ CLAIM(what_is_hidden_is_not_read) {
                              nullptr, nullptr));
   for (size_t token = 0; token < 39; ++token) CHECK(std::isfinite(lse[token]));
   CHECK(std::isnan(lse[39]) && std::isnan(out[39 * 8]));
+}
+
+CLAIM(pairs_are_of_bfloat16_where_the_cpu_has_them) {
+  const Rows floats(random_floats(9 * 8, 1), 8), narrow(random_floats(9 * 8, 1), 8, HKV_BF16);
+  std::vector<float> out(9 * 8), lse(9);
+  for (const Rows *keys : {&floats, &narrow})
+    for (const Rows *queries : {&floats, &narrow}) {
+      const hkv_kv kv = kv_of(*keys, *keys);
+      const hkv_keys asks = queries->keys();
+      const hkv_prompt asked{asks.data, {0, 9 * 8, 8}, 9, 1, 0, asks.dtype, 1, nullptr, 0, nullptr, 1};
+      const int status = hkv_attend_prompt(nullptr, 1, 1, &kv, &asked, 1.0f, 0.0f, out.data(),
+                                           lse.data(), nullptr, nullptr);
+      const bool fits = keys == &narrow && queries == &narrow && hkv_has_pairs() != 0;
+      CHECK((status == HKV_OK) == fits);
+    }
 }
 
 CLAIM(prompts_that_are_not_finite_do_not_crash) {
@@ -137,7 +169,7 @@ CLAIM(blocks_that_are_not_listed_are_not_read) {
   const hkv_kv kv = kv_of(keys, values);
   const std::vector<float> queries = random_floats(kGroup * kTokens * kDim, 3);
   const hkv_prompt asked{queries.data(), {0, kTokens * kDim, kDim}, kTokens, kGroup, 0, HKV_F32, 1,
-                         listed.data(), kSize, nullptr};
+                         listed.data(), kSize, nullptr, 0};
   std::vector<float> out(kGroup * kTokens * kDim), lse(kGroup * kTokens);
   for (const bool shared : {false, true}) {
     ScopedPool pool(3);

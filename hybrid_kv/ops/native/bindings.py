@@ -18,7 +18,7 @@ from ctypes import (
     c_void_p,
 )
 
-ABI_VERSION = 17
+ABI_VERSION = 18
 OK = 0
 INVALID = 1
 NO_MEMORY = 2
@@ -163,6 +163,7 @@ class PromptStruct(Structure):
         ("listed", c_void_p),
         ("block", c_int64),
         ("positions", c_void_p),
+        ("pairs", c_int32),
     )
 
 
@@ -438,6 +439,7 @@ FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "hkv_graph_search": (c_int, [c_void_p, c_int32, POINTER(GraphHeadStruct),
         POINTER(GraphQueryStruct), c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p]),
     "hkv_graph_unpack": (c_int, [c_void_p, c_int32, c_int64, c_void_p, c_void_p]),
+    "hkv_has_pairs": (c_int, []),
     "hkv_isa": (c_char_p, []),
     "hkv_knn": (c_int, [c_void_p, POINTER(FlatHeadStruct), POINTER(KeysStruct), c_int64, c_int64,
         c_int32, c_void_p, c_void_p]),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import byref, c_int64
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from hybrid_kv.ops.native.attend import (
 from hybrid_kv.ops.native.bindings import PromptStruct
 from hybrid_kv.ops.native.library import find_engine
 from hybrid_kv.ops.native.rows import DTYPES
+from hybrid_kv.ops.native.trial import least_seconds
 from hybrid_kv.ops.native.workers import Pool
 from hybrid_kv.types import KEY_BLOCK, BlockMask, PartialAttention
 
@@ -79,6 +80,7 @@ def attend_prompt(
     mask: BlockMask | None = None,
     positions: Tensor | None = None,
     block_masses: Tensor | None = None,
+    pairs: bool | None = None,
     pool: Pool | None = None,
     engine: ctypes.CDLL | None = None,
 ) -> PartialAttention:
@@ -99,6 +101,8 @@ def attend_prompt(
         block_masses: [B, Hq, T, N // KEY_BLOCK] float32 contiguous, which gets the softmax weights
             that each key block got from each token; None where nobody asks. Then nothing else is
             computed: out is empty.
+        pairs: whether bfloat16 is multiplied in pairs, and weights are rounded to it; where False
+            all is computed in float32. None: what is faster here.
 
     Returns:
         out [B, Hq, T, Dv] in the dtype of the queries, lse [B, Hq, T] float32.
@@ -132,12 +136,16 @@ def attend_prompt(
             )
         positions = positions.contiguous()
     listed = None if mask is None else _listed(mask, (batch, heads, tokens, count))
+    if pairs is None:
+        narrow = queries.dtype == keys.dtype == torch.bfloat16
+        pairs = narrow and pairs_serve(engine, dim)
     asked = PromptStruct(
         *(queries.data_ptr(), (c_int64 * 3)(*queries.stride()[:3]), tokens),
         *(num_heads // max(1, heads) or 1, window or 0, DTYPES[queries.dtype], causal),
         None if listed is None else listed.data_ptr(),
         0 if mask is None else mask.tokens,
         None if positions is None else positions.data_ptr(),
+        pairs,
     )
     width = 0 if block_masses is not None else values.shape[3]
     out = queries.new_empty((batch, num_heads, tokens, width))
@@ -150,6 +158,20 @@ def attend_prompt(
     if status:
         library.check(engine, status)
     return PartialAttention(out, lse)
+
+
+@cache
+def pairs_serve(engine: ctypes.CDLL, dim: int) -> bool:
+    """Whether tiles of bfloat16 in pairs are faster here than those in float32; measured once, in
+    3 ms.
+
+    Some CPUs need four times as long for the instruction as for one in float32.
+    """
+    if not engine.hkv_has_pairs():
+        return False
+    q, k = (torch.ones(1, 1, n, dim, dtype=torch.bfloat16) for n in (256, 1024))
+    attend = partial(attend_prompt, q, k, k, scale=0.1, causal=False, engine=engine)
+    return least_seconds(partial(attend, pairs=True)) < least_seconds(partial(attend, pairs=False))
 
 
 def _check_sizes(name: str, wanted: Tensor | None, shape: tuple[int, ...]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,7 +18,13 @@ from hybrid_kv.ops.native.workers import Pool
 from hybrid_kv.types import KEY_BLOCK, BlockMask
 from tests.ops.native.scan_data import pool_of, strided
 from tests.oracle import causal, softmax_attention, spread
-from tests.tolerances import Tolerance
+from tests.tolerances import TOLERANCES, Tolerance
+
+
+def arithmetics(engine: ctypes.CDLL, dtype: torch.dtype) -> list[bool]:
+    """Whether tiles multiply in pairs: what there is on this CPU."""
+    return [False, True] if dtype == torch.bfloat16 and engine.hkv_has_pairs() else [False]
+
 
 FLOATS: Tolerance = {"rtol": 1e-5, "atol": 1e-5}
 
@@ -38,14 +45,16 @@ def check(
         strided(torch.randn(2 * heads, stored, dim).to(dtype)).unflatten(0, (2, heads))
         for _ in range(2)
     )
-    part = attend_prompt(q, k, v, scale=0.3, pool=pool, engine=engine, **options)
-    assert part.out.dtype == dtype
+    attend = partial(attend_prompt, q, k, v, scale=0.3, pool=pool, engine=engine, **options)
+    parts = [attend(pairs=pairs) for pairs in arithmetics(engine, dtype)]
     window, everything = options.pop("window", None), not options.pop("causal", True)
     seen = None if everything else causal(new, stored, window)
     k, v = spread(k, query_heads), spread(v, query_heads)
     out, lse = softmax_attention(q, k, v, scale=0.3, visible=seen, **options)
-    torch.testing.assert_close(part.out.double(), out, **(tolerance or FLOATS))
-    torch.testing.assert_close(part.lse.double(), lse, **FLOATS)
+    for part in parts:
+        assert part.out.dtype == dtype
+        torch.testing.assert_close(part.out.double(), out, **(tolerance or FLOATS))
+        torch.testing.assert_close(part.lse.double(), lse, **FLOATS)
 
 
 @pytest.mark.parametrize("dim", [1, 8, 20, 64, 72, 80, 128, 192, 256])
@@ -65,6 +74,29 @@ def test_windows_softcaps_and_what_was_there_before(
     softcap: float | None,
 ) -> None:
     check(engine, sizes, window=window, softcap=softcap)
+
+
+@pytest.mark.parametrize("dim", [1, 20, 33, 64, 128])
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize(
+    ("new", "stored", "window"), [(67, 67, None), (40, 411, 70), (1, 301, None)]
+)
+def test_bfloat16(
+    engine: ctypes.CDLL,
+    dim: int,
+    softcap: float | None,
+    new: int,
+    stored: int,
+    window: int | None,
+) -> None:
+    check(
+        engine,
+        (6, 2, new, stored, dim),
+        torch.bfloat16,
+        TOLERANCES[torch.bfloat16],
+        softcap=softcap,
+        window=window,
+    )
 
 
 def test_queries_that_see_everything(engine: ctypes.CDLL) -> None:
@@ -147,6 +179,32 @@ def test_what_does_not_fit_is_refused(engine: ctypes.CDLL) -> None:
         attend_prompt(q[:, :, :5], k, k, scale=1.0, window=0, engine=engine)
     with pytest.raises(ConfigError, match=r"got torch\.float64"):
         attend_prompt(q.double(), k, k, scale=1.0, engine=engine)
+
+
+def test_pairs_are_of_bfloat16_where_the_cpu_has_them(engine: ctypes.CDLL) -> None:
+    q = torch.randn(1, 2, 5, 8)
+    reason = "pairs are of bfloat16" if engine.hkv_has_pairs() else "does not multiply pairs"
+    with pytest.raises(ConfigError, match=reason):
+        attend_prompt(q, q, q, scale=1.0, pairs=True, engine=engine)
+    with pytest.raises(ConfigError, match=reason):
+        attend_prompt(q, q.bfloat16(), q.bfloat16(), scale=1.0, pairs=True, engine=engine)
+
+
+def test_pairs_keep_what_is_not_a_number_visible(engine: ctypes.CDLL) -> None:
+    for pairs in arithmetics(engine, torch.bfloat16):
+        for strange in (torch.nan, torch.inf):
+            q, k, v = (torch.randn(1, 2, 100, 16).bfloat16() for _ in range(3))
+            v[0, 1, 60] = strange
+            masses = torch.empty(1, 2, 100)
+            part = attend_prompt(q, k, v, scale=0.3, masses=masses, pairs=pairs, engine=engine)
+            assert not part.out[0, 1, 60:].isfinite().any()
+            assert part.out[0, 0].isfinite().all()
+            assert masses.isfinite().all()
+            k[0, 1, 60] = torch.nan
+            part = attend_prompt(q, k, v, scale=0.3, masses=masses, pairs=pairs, engine=engine)
+            assert part.lse[0, 1, 60:].isnan().all()
+            assert part.lse[0, 1, :60].isfinite().all()
+            assert masses[0, 1].isnan().any()
 
 
 # The choice between tiles and torch's kernel ------------------------------------------------------
@@ -234,6 +292,15 @@ def test_masses_are_what_every_entry_got(
         torch.testing.assert_close(masses[row], right, rtol=1e-4, atol=1e-5)
 
 
+def test_masses_of_bfloat16(engine: ctypes.CDLL) -> None:
+    q, k = torch.randn(2, 6, 300, 24).bfloat16(), torch.randn(2, 2, 411, 24).bfloat16()
+    right = torch.stack([causal_masses(q[i], k[i], scale=0.3) for i in range(2)])
+    for pairs in arithmetics(engine, torch.bfloat16):
+        masses = torch.full((2, 6, 411), torch.nan)
+        attend_prompt(q, k, k, scale=0.3, masses=masses, pairs=pairs, engine=engine)
+        torch.testing.assert_close(masses, right, rtol=4e-3 if pairs else 1e-4, atol=1e-5)
+
+
 def test_threads_give_the_same_masses(engine: ctypes.CDLL) -> None:
     q, k = torch.randn(1, 6, 700, 16), torch.randn(1, 2, 700, 16)
     found = []
@@ -317,13 +384,15 @@ def test_threads_and_dtypes_of_a_mask(
 ) -> None:
     tensors, mask, _ = masked((6, 2, 300, 500), 96)
     q, k, v = (tensor.to(dtype) for tensor in tensors)
-    alone = attend_prompt(q, k, v, scale=0.3, mask=mask, engine=engine)
-    with pool_of(engine, 3) as pool:
-        shared = attend_prompt(q, k, v, scale=0.3, mask=mask, pool=pool, engine=engine)
-    assert torch.equal(alone.out, shared.out)
-    assert torch.equal(alone.lse, shared.lse)
     defined = block_sparse.attend_blocks(q, k, v, mask, scale=0.3)
-    torch.testing.assert_close(alone.out.float(), defined.out, **tolerance)
+    for pairs in arithmetics(engine, dtype):
+        attend = partial(attend_prompt, q, k, v, scale=0.3, mask=mask, pairs=pairs, engine=engine)
+        alone = attend()
+        with pool_of(engine, 3) as pool:
+            shared = attend(pool=pool)
+        assert torch.equal(alone.out, shared.out)
+        assert torch.equal(alone.lse, shared.lse)
+        torch.testing.assert_close(alone.out.float(), defined.out, **tolerance)
 
 
 def test_masks_that_do_not_fit_are_refused(engine: ctypes.CDLL) -> None:

@@ -1,0 +1,42 @@
+// Products of pairs of bfloat16, summed in float32. The library for AVX-512 has them and runs on
+// CPUs without them too: ask `has_pairs` first.
+#pragma once
+
+#include "convert.h"
+
+#if defined(__AVX512F__) && (defined(__clang__) || __GNUC__ >= 10)
+#define HKV_HAS_PAIRS 1
+#else
+#define HKV_HAS_PAIRS 0
+#endif
+
+namespace hkv {
+
+inline bool has_pairs() {
+#if HKV_HAS_PAIRS
+  static const bool has = __builtin_cpu_supports("avx512bf16") != 0;
+  return has;
+#else
+  return false;
+#endif
+}
+
+#if HKV_HAS_PAIRS
+
+/// sums[i] + the product of pair i of `a` with pair i of `b`, elements 2 i and 2 i + 1. Written as
+/// the instruction: an intrinsic would need all that it is inlined into compiled for it.
+HKV_INLINE inline Floats add_pairs(Floats sums, Words a, Words b) {
+  asm("vdpbf16ps %2, %1, %0" : "+v"(sums) : "v"(a), "v"(b));
+  return sums;
+}
+
+/// In bfloat16, to nearest, ties to even; NaN stays one, and what is subnormal becomes 0.
+HKV_INLINE inline __m256i to_bfloats(Floats values) {
+  __m256i rounded;
+  asm("vcvtneps2bf16 %1, %0" : "=v"(rounded) : "v"(values));
+  return rounded;
+}
+
+#endif
+
+}  // namespace hkv
