@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from ctypes import byref, c_int64
 from functools import cache, partial
+from time import perf_counter
 
 import torch
 from torch import Tensor
 
 from hybrid_kv.errors import ConfigError, ShapeError
 from hybrid_kv.ops.native import library
-from hybrid_kv.ops.native.attend import (
-    FEW_QUERIES,
-    Visible,
-    attend_rows,
-    described,
-    merge,
-)
+from hybrid_kv.ops.native.attend import FEW_QUERIES, Visible, attend_rows, described, merge
 from hybrid_kv.ops.native.bindings import PromptStruct
 from hybrid_kv.ops.native.library import find_engine
 from hybrid_kv.ops.native.rows import DTYPES
-from hybrid_kv.ops.native.trial import least_seconds
 from hybrid_kv.ops.native.workers import Pool
 from hybrid_kv.types import KEY_BLOCK, BlockMask, PartialAttention
 
@@ -101,8 +96,8 @@ def attend_prompt(
         block_masses: [B, Hq, T, N // KEY_BLOCK] float32 contiguous, which gets the softmax weights
             that each key block got from each token; None where nobody asks. Then nothing else is
             computed: out is empty.
-        pairs: whether bfloat16 is multiplied in pairs, and weights are rounded to it; where False
-            all is computed in float32. None: what is faster here.
+        pairs: whether bfloat16 is multiplied in pairs and weights are rounded to it, or all is
+            computed in float32; None: what is faster here.
 
     Returns:
         out [B, Hq, T, Dv] in the dtype of the queries, lse [B, Hq, T] float32.
@@ -111,8 +106,7 @@ def attend_prompt(
         ShapeError, ConfigError: an argument does not fit.
         BackendUnavailable: there is no engine.
     """
-    engine = find_engine(engine)
-    batch, heads, count, dim = keys.shape
+    engine, (batch, heads, count, dim) = find_engine(engine), keys.shape
     fits = queries.dim() == 4 and (queries.shape[0], queries.shape[3]) == (batch, dim)
     if not fits or (queries.shape[1] % heads if heads else queries.shape[1]):
         raise ShapeError(
@@ -126,19 +120,14 @@ def attend_prompt(
     if queries.stride(-1) != 1:
         queries = queries.contiguous()
     num_heads, tokens = queries.shape[1:3]
-    _check_sizes("masses", masses, (batch, num_heads, count))
-    _check_sizes("block_masses", block_masses, (batch, num_heads, tokens, count // KEY_BLOCK))
+    blocks = count // KEY_BLOCK
+    _checked("masses", masses, (batch, num_heads, count), torch.float32)
+    _checked("block_masses", block_masses, (batch, num_heads, tokens, blocks), torch.float32)
     if positions is not None:
-        if positions.shape != (tokens,) or positions.dtype != torch.int64:
-            raise ShapeError(
-                f"positions must be [{tokens}] torch.int64, got {list(positions.shape)} "
-                f"{positions.dtype}"
-            )
-        positions = positions.contiguous()
+        positions = _checked("positions", positions.contiguous(), (tokens,), torch.int64)
     listed = None if mask is None else _listed(mask, (batch, heads, tokens, count))
     if pairs is None:
-        narrow = queries.dtype == keys.dtype == torch.bfloat16
-        pairs = narrow and pairs_serve(engine, dim)
+        pairs = queries.dtype == keys.dtype == torch.bfloat16 and pairs_serve(engine, dim)
     asked = PromptStruct(
         *(queries.data_ptr(), (c_int64 * 3)(*queries.stride()[:3]), tokens),
         *(num_heads // max(1, heads) or 1, window or 0, DTYPES[queries.dtype], causal),
@@ -162,11 +151,7 @@ def attend_prompt(
 
 @cache
 def pairs_serve(engine: ctypes.CDLL, dim: int) -> bool:
-    """Whether tiles of bfloat16 in pairs are faster here than those in float32; measured once, in
-    3 ms.
-
-    Some CPUs need four times as long for the instruction as for one in float32.
-    """
+    """Whether tiles in pairs are faster here than those in float32; measured once, in 3 ms."""
     if not engine.hkv_has_pairs():
         return False
     q, k = (torch.ones(1, 1, n, dim, dtype=torch.bfloat16) for n in (256, 1024))
@@ -174,27 +159,36 @@ def pairs_serve(engine: ctypes.CDLL, dim: int) -> bool:
     return least_seconds(partial(attend, pairs=True)) < least_seconds(partial(attend, pairs=False))
 
 
-def _check_sizes(name: str, wanted: Tensor | None, shape: tuple[int, ...]) -> None:
-    """Raises ShapeError where an array that is filled does not fit."""
-    if wanted is None or (
-        wanted.shape == shape and wanted.dtype == torch.float32 and wanted.is_contiguous()
+def least_seconds(call: Callable[[], object], clock: Callable[[], float] = perf_counter) -> float:
+    """Of two rounds of a trial; one before them, which sets things up, does not count."""
+
+    def taken() -> float:
+        begin = clock()
+        call()
+        return clock() - begin
+
+    call()
+    return max(min(taken(), taken()), 1e-9)
+
+
+def _checked(
+    name: str, given: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype
+) -> Tensor | None:
+    """The array, where it fits what the engine reads or fills; ShapeError where it does not."""
+    if given is not None and (
+        (given.shape, given.dtype) != (shape, dtype) or not given.is_contiguous()
     ):
-        return
-    raise ShapeError(
-        f"{name} must be {list(shape)} torch.float32 in one piece, got {list(wanted.shape)} "
-        f"{wanted.dtype}"
-    )
+        raise ShapeError(
+            f"{name} must be {list(shape)} {dtype} in one piece, got {list(given.shape)} "
+            f"{given.dtype}"
+        )
+    return given
 
 
-def _listed(mask: BlockMask, sizes: tuple[int, int, int, int]) -> Tensor:
+def _listed(mask: BlockMask, sizes: tuple[int, int, int, int]) -> Tensor | None:
     """The bytes of a mask for sizes B, Hkv, T and N."""
     batch, heads, tokens, count = sizes
     if mask.tokens < 1:
         raise ConfigError(f"a block must have at least 1 token, got {mask.tokens}")
     shape = (batch, heads, -(-tokens // mask.tokens), count // KEY_BLOCK)
-    if mask.listed.shape != shape or mask.listed.dtype != torch.bool:
-        raise ShapeError(
-            f"listed must be {list(shape)} torch.bool for blocks of {mask.tokens} queries, got "
-            f"{list(mask.listed.shape)} {mask.listed.dtype}"
-        )
-    return mask.listed.contiguous()
+    return _checked("listed", mask.listed.contiguous(), shape, torch.bool)
