@@ -40,6 +40,7 @@ from hybrid_kv.config import HybridConfig
 from hybrid_kv.eval.needle import Sample, is_correct, make_sample
 from hybrid_kv.models.forwards import passing
 from hybrid_kv.ops import get_ops
+from hybrid_kv.ops.native.workers import work_alone
 from hybrid_kv.report.compact import compact
 from hybrid_kv.report.environment import probe_environment
 from hybrid_kv.runtime.sparse_prefill import PrefillLoss, SampledQueries, query_block
@@ -51,13 +52,14 @@ _STEP = 16
 
 def cost(options: argparse.Namespace) -> Iterator[Row]:
     """Rows of `cost`."""
-    torch.set_num_threads(1)
+    work_alone()  # else the thread's time is that of its share of the work
     ops, heads = get_ops("native"), (options.heads, options.kv_heads)
     for tokens in map(int, options.tokens.split(",")):
         for dim in map(int, options.dims.split(",")):
             new = min(tokens, options.chunk or tokens)
-            q = torch.randn(1, heads[0], new, dim)
-            k, v = (torch.randn(1, heads[1], tokens, dim) for _ in range(2))
+            dtype = getattr(torch, options.dtype)
+            q = torch.randn(1, heads[0], new, dim).to(dtype)
+            k, v = (torch.randn(1, heads[1], tokens, dim).to(dtype) for _ in range(2))
             size, scale = query_block(heads[0] // heads[1]), dim**-0.5
             sides: dict[str, Callable[[], object]] = {
                 "exact": partial(ops.attend_causal, q, k, v, scale=scale),
@@ -183,6 +185,7 @@ def main() -> None:
     one.add_argument("--chunk", type=int, help="the last tokens alone; all without")
     one.add_argument("--dims", default="64,128")
     one.add_argument("--densities", default="0.25,0.1")
+    one.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     one.add_argument("--heads", type=int, default=4)
     one.add_argument("--kv-heads", type=int, default=1)
     one.add_argument("--rounds", type=int, default=3)
