@@ -209,7 +209,7 @@ def check_needle() -> Check:
 
 _NODES = Path("/sys/devices/system/node")
 
-_TOP_K = 100
+_TOP_K = 128
 
 
 def measure(model: str, context_tokens: int) -> tuple[Rates, tuple[Check, ...]]:

@@ -20,6 +20,7 @@ class _AutoCold(SearchParams):
     owner = "hybrid"
     in_python = frozenset({"look_ahead", "look_ahead_factor"})
 
+    top_k: BudgetField = 128  # with 51 to 102 keys three times as many tokens go wrong
     index: IndexConfig = Field(default="auto", validate_default=True)
     estimate: Literal["none", "gaussian", "first_order", "index"] = "gaussian"
 
@@ -38,9 +39,7 @@ class Hybrid(RetrievalAttention):
     """
 
     class Params(ResidentParams):
-        """spare_tokens: resident beyond sinks and window, of which a step reads the best 32 pages;
-        page_budget: so many pages.
-        """
+        """spare_tokens: resident beyond sinks and window; page_budget: best pages of them read."""
 
         in_python = frozenset({"page_budget"})
 

@@ -168,7 +168,7 @@ def test_doctor_says_what_bandwidths_mean(monkeypatch: pytest.MonkeyPatch) -> No
     lines = {check.name: check.detail for check in report.checks}
     assert "a scan in 8 bits (258.0 MiB) takes 27.1 ms a token" in lines["host bandwidth"]
     assert "reading all keys and values (1.0 GiB) 107.4 ms" in lines["host bandwidth"]
-    assert "(50.0 MiB at most) takes 10.5 ms" in lines["host gather"]
+    assert "(64.0 MiB at most) takes 13.4 ms" in lines["host gather"]
     assert "would take 53.7 ms a token, a prompt's leave in 42.9 ms" in lines["bus to the GPU"]
     assert "100 GB/s" in lines["GPU bandwidth"]
     assert lines["weights"].startswith(

@@ -236,7 +236,7 @@ def test_codes_that_fit_on_the_device_are_counted_and_the_host_builds_nothing() 
     assert option.host_bytes["index"] == 0
     rates = DESKTOP.rates
     assert rates.h2d is not None
-    coded, ranked = heads * cold * 64 * 9 / 8, heads * 1.25 * 130 * 2 * 256
+    coded, ranked = heads * cold * 64 * 9 / 8, heads * 1.25 * 166.4 * 2 * 256
     expected = 1e-6 * (coded / rates.device + ranked / rates.h2d)
     assert option.ms["search"] == pytest.approx(expected)
     assert option.ms["transfer"] == 0

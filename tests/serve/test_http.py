@@ -195,6 +195,18 @@ def test_extensions_choose_method_budget_and_audit(
     assert engine.seen[1].config is not None
 
 
+@pytest.mark.parametrize(
+    ("budget", "keys"), [("1%", range(128, 140)), ("50%", range(280, 320)), (64, range(20, 64))]
+)
+def test_a_share_leaves_at_least_128_keys_to_choose(
+    client: httpx.Client, engine: FakeEngine, budget: str | int, keys: range
+) -> None:
+    own = {"budget": budget, "method": "flat", "set": {"page_size": 8}}
+    client.post(COMPLETIONS, json=completion(prompt="the " * 800, hybrid_kv=own))
+    assert engine.seen[0].config is not None
+    assert engine.seen[0].config.params.cold.top_k in keys
+
+
 def test_without_extensions_the_configuration_is_the_servers(
     client: httpx.Client, engine: FakeEngine
 ) -> None:
