@@ -13,6 +13,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="hybrid-kv-tests-")
 # A plan of a step that was not told of a change fails, instead of reading what was.
 os.environ["HYBRID_KV_CHECK_PLANS"] = "1"
+# torch.compile would look at all objects of all tests for cycles after each of its graphs.
+os.environ["TORCH_DYNAMO_RUN_GC_AFTER_COMPILE"] = "0"
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -37,6 +39,15 @@ pytest_plugins = ("tests.device.plugin",)
 
 def pytest_collection_finish() -> None:
     gc.freeze()  # else each collection looks at all modules and tests again
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """Nor at what earlier modules left: graphs, caches of models, what they import."""
+    yield
+    if nextitem is not None and nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
 
 
 def pytest_unconfigure() -> None:
