@@ -89,8 +89,14 @@ def past_of(sizes: Sizes, block: int) -> int:
     ("dtype", "chunk", "group", "softcap", "share"),
     in_pairs(
         list(TOLERANCES),
-        # new, old, tokens: rows that fill no tile, blocks of which the last one is short
-        ((75, 133, 32), (130, 0, 128), (150, 64, 47), (3, 701, 1), (1, 200, 96)),
+        # rows that fill no tile, blocks of which the last one is short
+        (
+            Sizes(75, 133, 32, heads=1),
+            Sizes(130, 0, 128, batch=1),
+            Sizes(150, 64, 47, heads=1, batch=1),
+            Sizes(3, 701, 1, batch=1),
+            Sizes(1, 200, 96),
+        ),
         (1, 3, 4),
         (None, 3.0),
         (0.0, 0.5, 1.0),
@@ -102,12 +108,12 @@ def test_blocks_are_attended_as_defined(
     device: str,
     dtype: torch.dtype,
     tolerance: Tolerance,
-    chunk: tuple[int, int, int],
+    chunk: Sizes,
     group: int,
     softcap: float | None,
     share: float,
 ) -> None:
-    sizes = Sizes(*chunk, group=group)
+    sizes = chunk._replace(group=group)
     given, mask = tensors(sizes, device, dtype), mask_of(sizes, device, share)
     part = attended(ops, given, mask, tolerance, softcap=softcap)
     if share == 1.0:
@@ -126,13 +132,13 @@ def test_heads_of_any_size(
 
 
 def test_keys_that_do_not_lie_in_rows(ops: Ops, device: str) -> None:
-    sizes = Sizes(40, 157, 32)
+    sizes = Sizes(40, 157, 32, batch=1)
     q, k, v = (t.mT.contiguous().mT for t in tensors(sizes, device))
     attended(ops, (q, k, v), mask_of(sizes, device))
 
 
 def test_float32_queries_read_keys_of_16_bits(ops: Ops, device: str) -> None:
-    sizes = Sizes(40, 157, 32)
+    sizes = Sizes(40, 157, 32, heads=1, batch=1)
     q, k, v = tensors(sizes, device)
     for dtype in (torch.float16, torch.bfloat16):
         attended(ops, (q, k.to(dtype), v.to(dtype)), mask_of(sizes, device), TOLERANCES[dtype])
