@@ -34,7 +34,7 @@ from hybrid_kv.ops.triton import (
 from hybrid_kv.ops.upload import Uploads
 from hybrid_kv.types import KEY_BLOCK, BlockMask, PartialAttention
 from tests.ops.paged_data import Shape, lists, pool, queries
-from tests.ops.triton.compiling import Resources, launches_of, resources, why_no_compiler
+from tests.ops.triton.compiling import Launch, Resources, launches_of, resources, why_no_compiler
 
 if reason := why_no_compiler():
     pytest.skip(reason, allow_module_level=True)
@@ -196,7 +196,17 @@ CALLS = [
     *(digest, score, merging, copying, search, selection),
 ]
 CAPABILITIES = {"llama": (89, 90), "wide": (89,), "odd": (89, 90), "float32": (89,)}
-"""sm_89 has less of everything; sm_90 is met by a plain and by an odd shape."""
+"""sm_89 has less of everything; sm_90 is met by a plain and by an odd shape. For all of them the last
+variant of a kernel that a call launches is compiled, which has most options.
+"""
+
+
+def others(launch: Launch, case: str) -> tuple[int, ...]:
+    """GPUs for which the variants before the last one are compiled: of the kernels of attention,
+    which take longest, those of an odd shape and of the widest numbers.
+    """
+    is_long = launch.name == "_attend_kernel"
+    return () if is_long and case in ("llama", "wide") else (89,)
 
 
 @pytest.mark.parametrize("call", CALLS)
@@ -208,8 +218,9 @@ def test_kernels_compile_and_take_no_more_than_they_may(
     shape, dtype = CASES[case]
     launches = launches_of(lambda: call(shape, dtype), monkeypatch)
     assert launches
-    for launch in launches:
-        for capability in CAPABILITIES[case]:
+    last = {launch.name: at for at, launch in enumerate(launches)}
+    for at, launch in enumerate(launches):
+        for capability in CAPABILITIES[case] if at == last[launch.name] else others(launch, case):
             compiled = launch.compile(capability)
             taken = resources(compiled)
             assert taken.shared_bytes <= SHARED_BYTES, (launch.name, capability)
