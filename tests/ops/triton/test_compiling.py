@@ -196,8 +196,8 @@ CALLS = [
     *(digest, score, merging, copying, search, selection),
 ]
 CAPABILITIES = {"llama": (89, 90), "wide": (89,), "odd": (89, 90), "float32": (89,)}
-"""sm_89 has less of everything; sm_90 is met by a plain and by an odd shape. For all of them the last
-variant of a kernel that a call launches is compiled, which has most options.
+"""sm_89 has less of everything; sm_90 is met by a plain and by an odd shape. For each of them the
+last variant of a kernel that a call launches is compiled, which has most options.
 """
 
 
