@@ -44,9 +44,9 @@ _CAPTURED_CALLER_MS = 0.5
 """The same around a step that is one captured graph: sampling alone."""
 _DEFAULTS: Any = HybridConfig(method="hybrid")
 _WINDOW = _DEFAULTS.sink_tokens + _DEFAULTS.window_tokens
-_TOP_K, _FOUND_SHARED = 100, 0.55
+_TOP_K, _FOUND_SHARED = _DEFAULTS.cold.top_k, 0.55
 """Cold entries of a query head, and how many of a group's are distinct."""
-_CANDIDATES = 200
+_CANDIDATES = 2 * _TOP_K
 """Found ahead for a query head on the host."""
 _SPILL_MS, _SPILL_LAUNCHES = 10.0, 1200
 """Python and launches of the step in which all layers hand a page over to the host (estimates)."""
