@@ -44,7 +44,8 @@ _CAPTURED_CALLER_MS = 0.5
 """The same around a step that is one captured graph: sampling alone."""
 _DEFAULTS: Any = HybridConfig(method="hybrid")
 _WINDOW = _DEFAULTS.sink_tokens + _DEFAULTS.window_tokens
-_TOP_K, _FOUND_SHARED = _DEFAULTS.cold.top_k, 0.55
+_TOP_K: int = _DEFAULTS.cold.top_k
+_FOUND_SHARED = 0.55
 """Cold entries of a query head, and how many of a group's are distinct."""
 _CANDIDATES = 2 * _TOP_K
 """Found ahead for a query head on the host."""
