@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from hybrid_kv.cli.display import human_bytes, human_seconds
+from hybrid_kv.config import HybridConfig
 from hybrid_kv.errors import BackendUnavailable, ConfigError
 from hybrid_kv.models.few_tokens import try_products
 from hybrid_kv.models.load import NEEDLE_PATH, resolve_device
@@ -209,8 +211,6 @@ def check_needle() -> Check:
 
 _NODES = Path("/sys/devices/system/node")
 
-_TOP_K = 128
-
 
 def measure(model: str, context_tokens: int) -> tuple[Rates, tuple[Check, ...]]:
     """Bandwidths of this machine, with a line on each for that model and context.
@@ -225,8 +225,10 @@ def measure(model: str, context_tokens: int) -> tuple[Rates, tuple[Check, ...]]:
 def _lines(facts: ModelFacts, tokens: int, rates: Rates) -> Iterator[Check]:
     kv = tokens * facts.kv_bytes_per_token
     codes = sum(tokens * layer.num_kv_heads * (layer.head_dim + 1) for layer in facts.layers)
+    params: Any = HybridConfig(method="hybrid").params
+    keys: int = params.cold.top_k
     found = sum(
-        min(tokens, _TOP_K * layer.group_size) * facts.kv_bytes(layer) for layer in facts.layers
+        min(tokens, keys * layer.group_size) * facts.kv_bytes(layer) for layer in facts.layers
     )
     name = f"{tokens:,} tokens of {facts.name}"
     yield _line(
@@ -237,7 +239,7 @@ def _lines(facts: ModelFacts, tokens: int, rates: Rates) -> Iterator[Check]:
     )
     yield _line(
         "host gather",
-        f"{rates.gather:.1f} GB/s in rows of 256 bytes anywhere; attending {_TOP_K} entries per "
+        f"{rates.gather:.1f} GB/s in rows of 256 bytes anywhere; attending {keys} entries per "
         f"query head ({human_bytes(found)} at most) takes {_time(found, rates.gather)} a token",
     )
     yield _weights(facts, rates)

@@ -20,7 +20,7 @@ class _AutoCold(SearchParams):
     owner = "hybrid"
     in_python = frozenset({"look_ahead", "look_ahead_factor"})
 
-    top_k: BudgetField = 128  # with 51 to 102 keys three times as many tokens go wrong
+    top_k: BudgetField = 128  # what is lost follows the number of keys (docs/results.md)
     index: IndexConfig = Field(default="auto", validate_default=True)
     estimate: Literal["none", "gaussian", "first_order", "index"] = "gaussian"
 
