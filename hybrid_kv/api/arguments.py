@@ -42,6 +42,7 @@ class GenerateOptions(TypedDict, total=False):
     seed: int | None
     on_prefill: Callable[[int, int], None] | None
     cancel: Event | None
+    exact: bool | int
 
     generation_config: GenerationConfig | None
     logits_processor: LogitsProcessorList | None
@@ -174,6 +175,24 @@ def whole_number(name: str, value: object, least: int = 1) -> int:
     if number < least:
         raise ConfigError(f"{name} must be at least {least}, got {number}")
     return number
+
+
+def most_drafts(exact: object) -> int | None:
+    """Drafts of one verification at most, by the argument `exact`: 0 where it is off, None where
+    the default holds.
+
+    Raises:
+        ConfigError: it is neither True, False nor a whole number.
+    """
+    if exact is None or isinstance(exact, bool):
+        return None if exact else 0
+    try:
+        return whole_number("exact", exact)
+    except ConfigError:
+        raise ConfigError(
+            f"exact must be True, False or how many tokens to draft at most, got {said(exact)}; "
+            "write True"
+        ) from None
 
 
 def random_seed(value: object) -> int | None:

@@ -24,6 +24,7 @@ from hybrid_kv.types import Work
 from hybrid_kv.watch.audit import Audit
 
 if TYPE_CHECKING:
+    from hybrid_kv.models.exact_decoding import ExactWork
     from hybrid_kv.runtime.sparse_prefill import PrefillLoss
 
 
@@ -50,6 +51,7 @@ class Generation:
     was none ("code", "reason").
     prefill: what block-sparse prefill read and lost of the prompt that the cache began with; None
     where prefill is exact, the prompt was shorter than two key blocks or came from a file.
+    exact: what `exact=True` took; None without it.
     chat_template: the first digits of the SHA-256 of the template that rendered the prompt, "none"
     for raw text. reused_tokens: of the prompt, taken from `cache_dir` and not computed.
     """
@@ -73,6 +75,7 @@ class Generation:
     look_ahead: list[dict[str, Any]] = field(default_factory=list, repr=False)
     steps: list[dict[str, Any]] = field(default_factory=list, repr=False)
     prefill: PrefillLoss | None = field(default=None, repr=False)
+    exact: ExactWork | None = None
     chat_template: str = NO_TEMPLATE
     reused_tokens: int = 0
 

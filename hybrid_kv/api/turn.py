@@ -18,6 +18,7 @@ from hybrid_kv.api.arguments import (
     check_temperature,
     check_watchers,
     generate_options,
+    most_drafts,
     random_seed,
     stop_strings,
     whole_number,
@@ -36,6 +37,7 @@ from hybrid_kv.api.prefixes import Prefixes
 from hybrid_kv.api.tokens import NO_TEMPLATE, ChatTemplate, decode_text
 from hybrid_kv.errors import ConfigError
 from hybrid_kv.models.attach import Attachment
+from hybrid_kv.models.exact_decoding import ExactDecoding, check_exact
 from hybrid_kv.models.forwards import passing
 from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.models.support import check_context
@@ -94,6 +96,8 @@ class Turn:
         self._seed = random_seed(own.pop("seed", None))
         check_temperature(own.get("temperature"))
         self._max_new = whole_number("max_new_tokens", own.pop("max_new_tokens", 128))
+        self._most_drafts = most_drafts(own.pop("exact", None))
+        self._exact: ExactDecoding | None = None
         cancel: threading.Event | None = own.pop("cancel", None)
         self._on_prefill: PrefillProgress | None = own.pop("on_prefill", None)
         check_watchers(self._on_prefill, cancel)
@@ -107,6 +111,17 @@ class Turn:
         if self._stop and self._llm.tokenizer is None:
             raise ConfigError("stop strings need a tokenizer, and the model has none")
         check_room(self._llm, self.cache, self._ids.shape[1] + self._max_new)
+        if self._most_drafts != 0:
+            self._check_exact()
+
+    def _check_exact(self) -> None:
+        check_exact(self.cache)
+        for name in ("assistant_model", "num_beams"):
+            if self._options.get(name) not in (None, 1):
+                raise ConfigError(
+                    f"exact=True works with greedy decoding and plain sampling, got {name}; leave "
+                    "one of them out"
+                )
 
     def _begin_costs(self) -> None:
         """The cache counts over all of its turns; a turn reports its own share."""
@@ -162,6 +177,8 @@ class Turn:
 
     def _generate(self, clock: TokenClock) -> Tensor:
         model: Any = self._llm.model
+        if self._most_drafts != 0:
+            self._exact = ExactDecoding(self.cache, self._most_drafts, clock)
         output: Tensor = model.generate(
             self._ids,
             attention_mask=torch.ones_like(self._ids),
@@ -169,6 +186,7 @@ class Turn:
             max_new_tokens=self._max_new,
             # Beams are rearranged as a whole, so they cannot be handed out token by token.
             streamer=None if self.has_beams else clock,
+            custom_generate=self._exact,
             stopping_criteria=self._stopping(),
             # A model's own defaults may ask for more than one answer, or for more than tokens.
             num_return_sequences=1,
@@ -255,6 +273,7 @@ class Turn:
             look_ahead=self.cache.kv.layers.describe_look_ahead(),
             steps=self.cache.kv.describe_steps(),
             prefill=self.cache.kv.prefill_loss(),
+            exact=None if self._exact is None else self._exact.work,
             chat_template=NO_TEMPLATE if self._template is None else self._template.name,
         )
 

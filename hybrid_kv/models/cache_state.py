@@ -134,7 +134,8 @@ class CacheState:
 
     kv: what all layers store to and attend by. shown: see `ShownTokens`. in_own_graph: a compiled
     step of ours is traced or runs with the cache. is_unfinished: a forward runs, or has ended
-    without putting the layers back in step.
+    without putting the layers back in step. inexact_from: position of the first token whose entries
+    come from a step that left entries unread; None for none.
     """
 
     def __init__(self, kv: KVCache, is_open: Callable[[], bool]) -> None:
@@ -142,6 +143,7 @@ class CacheState:
         self.in_forward = self.in_own_graph = self.is_closed = self.is_unfinished = False
         self._lock = RLock()  # held by the thread that uses the cache
         self.shown = ShownTokens()
+        self.inexact_from: int | None = None
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
@@ -216,7 +218,7 @@ class CacheState:
     def forked(self, kv: KVCache) -> CacheState:
         """The state of a fork of the cache, which stores in `kv`."""
         new = CacheState(kv, self._is_open)
-        new.shown = self.shown.forked()
+        new.shown, new.inexact_from = self.shown.forked(), self.inexact_from
         return new
 
 

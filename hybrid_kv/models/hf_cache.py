@@ -193,8 +193,23 @@ class TieredCache(ServedCache):
         """
         if (check_source := self.kv.check_source) is not None:
             check_source()
+        seen, unread = self.get_seq_length(), self.work.visible - self.work.attended
+        if self.exact_tokens == seen:
+            self.state.inexact_from = None
         with self.in_use(), Forward(self, self.state, self._start_over).running() as forward:
             yield forward
+        if self.state.inexact_from is None and self.work.visible - self.work.attended != unread:
+            self.state.inexact_from = seen
+
+    @property
+    def exact_tokens(self) -> int:
+        """The first tokens of which all entries are those of full attention, but for rounding.
+
+        Others come from decode steps that left entries unread. What a method rounds as it stores
+        it, and what sparse prefill leaves out, does not count here.
+        """
+        seen, end = self.get_seq_length(), self.state.inexact_from
+        return seen if end is None else min(end, seen)
 
     def _start_over(self) -> None:
         """Forgets all tokens, but no counter."""

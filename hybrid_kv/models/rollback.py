@@ -20,11 +20,13 @@ def rolled_back(cache: TieredCache) -> Iterator[None]:
     """A block after which the cache is as it was before."""
     with cache.in_use():
         saved, states = Checkpoint.of(cache.kv.layers), _states(cache)
+        inexact_from = cache.state.inexact_from
         try:
             yield
         finally:
             saved.restore(cache.kv.layers)
             _set_states(cache, states)
+            cache.state.inexact_from = inexact_from
 
 
 class ReturnPoint:
@@ -37,7 +39,7 @@ class ReturnPoint:
 
     def __init__(self, cache: TieredCache) -> None:
         self._cache, self._num_tokens = cache, cache.get_seq_length()
-        self._states = _states(cache)
+        self._states, self._inexact_from = _states(cache), cache.state.inexact_from
         self._was_open = any(store.placement is None for store in cache.kv.stores.values())
         places = [layer.placement for layer in cache.kv.stores.values()]
         moves = (Demotion.DROP, Demotion.ABSORB)
@@ -64,6 +66,7 @@ class ReturnPoint:
         except (MemoryError, RuntimeError):
             return False
         _set_states(self._cache, self._states)
+        self._cache.state.inexact_from = self._inexact_from
         return True
 
     def keep(self) -> None:

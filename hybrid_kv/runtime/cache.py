@@ -312,6 +312,7 @@ class KVCache:
             work=Work(),
             look_ahead=None if ahead is None else ahead.fork(),
             numbers=None,
+            speculates=False,
         )
         new.layers = Layers([layer.forked(means) for layer in self.layers.values()], means)
         new.watchers = []

@@ -37,6 +37,7 @@ class CacheContext:
     reserved_tokens: that are expected in a row, so that memory is taken once.
     prefill_error: that block-sparse prefill aims at; None for exact prefill.
     audits: whether somebody looks at what is missed; then what methods drop is kept on the host.
+    speculates: tokens that come may be taken back, so that nothing leaves the windows meanwhile.
     foresight, unforeseen: how the method wants layers to be searched before their queries are
     known, and why some cannot be; see `ModelInfo`. look_ahead: does so; None until somebody asks
     for it, by `searches_ahead`.
@@ -58,6 +59,7 @@ class CacheContext:
     reserved_tokens: int = 0
     prefill_error: float | None = None
     audits: bool = False
+    speculates: bool = False
     foresight: Foresight | None = None
     unforeseen: Mapping[int, str] | None = None
     look_ahead: LookAhead | None = None

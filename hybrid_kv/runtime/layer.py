@@ -172,6 +172,8 @@ class LayerCache:
         store = self.store
         if store is None or store.placement is None or self.leaving.departure is not None:
             return
+        if self.means.speculates:
+            return
         for row in store.rows:
             if row.table.num_tokens >= row.full_tokens:  # hardly ever
                 start, stop = row.outside()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from hybrid_kv.runtime.cache_context import CacheContext
@@ -170,14 +171,27 @@ class Layers(dict[int, LayerCache]):
             for layer in self.values():
                 numbers.take_back(layer.store)
             numbers.forget()
+        self._move_on()
+        for layer in self.values():
+            layer.forget_mark()
+        self.may_go_back = False
+
+    def _move_on(self) -> None:
         for layer in self.values():  # methods are asked here, and may fail, before any entry moves
             layer.move_on(settle=False)
         for layer in self.values():
             if layer.leaving.departure is not None and layer.leaving.has_arrived:
                 layer.settle()
-        for layer in self.values():
-            layer.forget_mark()
-        self.may_go_back = False
+
+    @contextmanager
+    def speculating(self) -> Iterator[None]:
+        """A block whose tokens may be cropped: entries leave the windows at its end."""
+        self._means.speculates = True
+        try:
+            yield
+        finally:
+            self._means.speculates = False
+        self._move_on()
 
     def go_back(self) -> bool:
         """Puts all layers back to where they were at `begin_forward`.

@@ -18,8 +18,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from hybrid_kv.errors import FileFormatError, ReadError
 
 FORMAT = "hybrid_kv context"
-VERSION = 3
-_READ = (1, 2, VERSION)
+VERSION = 4
+_READ = (1, 2, 3, VERSION)
 MANIFEST = "manifest.json"
 _MAX_BYTES = 64 * 2**20
 _BLOCK = r"^[a-z0-9]+(-[a-z0-9]+)*\.(safetensors|index|json)$"
@@ -161,7 +161,8 @@ class Manifest(SavedPart):
 
     folder: where its blocks lie, inside of its own. tokens: their number; ids, messages: blocks.
     source: where the model was loaded from, None where nobody said. prefill_s: what computing it
-    took, None where nobody measured. audit: None where nobody looked.
+    took, None where nobody measured. audit: None where nobody looked. inexact_from: position of the
+    first token whose entries may differ from full attention's; None for none.
     """
 
     package: str
@@ -178,6 +179,7 @@ class Manifest(SavedPart):
     page_size: int = Field(ge=1)
     prefill_s: float | None = Field(default=None, ge=0)
     audit: SavedAudit | None = None
+    inexact_from: int | None = Field(default=0, ge=0)  # files before version 4 do not say it
     layers: list[SavedLayer]
     windows: list[SavedWindow] = []
     states: list[SavedState] = []

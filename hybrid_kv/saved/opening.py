@@ -118,6 +118,7 @@ def open_context(
             continue  # somebody has saved to it meanwhile
         content.go_to(cache, device)
         cache.kv.check_source = OpenFiles.of(root, manifest).check
+        cache.state.inexact_from = manifest.inexact_from
         return content.opened
 
 

@@ -115,6 +115,7 @@ def write_rest(
     told: str | None = None
     if messages is not None:
         told = writer.raw("messages.json", json.dumps(messages).encode())
+    is_rounded = any(isinstance(layer, SavedLayer) and layer.int8 for layer in layers)
     manifest = {
         "package": version("hybrid-kv"),
         "folder": writer.folder.name,
@@ -130,6 +131,7 @@ def write_rest(
         "page_size": cache.kv.config.page_size,
         "prefill_s": prefill_s,
         "audit": _audited(cache),
+        "inexact_from": 0 if is_rounded else cache.state.inexact_from,
         "layers": [layer for layer in layers if isinstance(layer, SavedLayer)],
         "windows": [layer for layer in layers if isinstance(layer, SavedWindow)],
         "states": [layer for layer in layers if isinstance(layer, SavedState)],
