@@ -15,7 +15,7 @@ from hybrid_kv.ops import native, reference
 from hybrid_kv.ops import operations as op
 from hybrid_kv.ops.choice import BACKENDS, FUSED, ChosenBackend, chosen, reaches, why_unavailable
 from hybrid_kv.ops.devices import DEVICE_BACKENDS
-from hybrid_kv.ops.native.attend import FEW_QUERIES
+from hybrid_kv.ops.native.attend import FEW_QUERIES, ROW_QUERIES
 from hybrid_kv.ops.native.pages import PageWriter
 from hybrid_kv.ops.native.rows import DTYPES
 from hybrid_kv.ops.native.step import ColdEntries, LayerPlan, ResidentPages
@@ -60,7 +60,7 @@ class AttentionOps(ChosenBackend):
         """Whether the engine has a kernel for queries [B, Hq, T, D], no slower than torch's."""
         if _needs_gradient(q):
             return False
-        few = q.shape[1] * q.shape[2] <= FEW_QUERIES * k.shape[1]
+        few = q.shape[1] * q.shape[2] <= ROW_QUERIES * k.shape[1]
         if few or self.backend != "auto" or q.numel() * k.shape[2] <= _FEW_PRODUCTS:
             return True
         from hybrid_kv.ops.tile_trial import tiles_serve

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hybrid_kv.ops.native.attend import (
     FEW_QUERIES,
+    ROW_QUERIES,
     Visible,
     attend_ragged,
     attend_retrieved,
@@ -53,7 +54,7 @@ def attend(
     pool: Pool | None = None,
 ) -> PartialAttention:
     """See `reference.attend`; without a bias. Out of many queries is in their dtype."""
-    if q.shape[2] <= FEW_QUERIES:
+    if q.shape[2] <= ROW_QUERIES:
         return attend_rows(q, k, v, scale=scale, softcap=softcap, pool=pool)
     from hybrid_kv.ops.native.prompt import attend_prompt
 

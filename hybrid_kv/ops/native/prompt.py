@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hybrid_kv.errors import ConfigError, ShapeError
 from hybrid_kv.ops.native import library
-from hybrid_kv.ops.native.attend import FEW_QUERIES, Visible, attend_rows, described, merge
+from hybrid_kv.ops.native.attend import ROW_QUERIES, Visible, attend_rows, described, merge
 from hybrid_kv.ops.native.bindings import PromptStruct
 from hybrid_kv.ops.native.library import find_engine
 from hybrid_kv.ops.native.rows import DTYPES
@@ -34,7 +34,7 @@ def attend_causal(
     """See `reference.attend_causal`. Out of many queries is in their dtype."""
     batch, num_heads, new, dim = q.shape
     heads, stored = k.shape[1:3]
-    if not (new and heads) or window is not None or num_heads * new > FEW_QUERIES * heads:
+    if not (new and heads) or window is not None or num_heads * new > ROW_QUERIES * heads:
         return attend_prompt(q, k, v, scale=scale, softcap=softcap, window=window, pool=pool)
     grouped, old = q.reshape(batch, heads, num_heads // heads * new, dim), stored - new
     attend = partial(attend_rows, grouped, scale=scale, softcap=softcap, pool=pool)
