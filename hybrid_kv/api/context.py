@@ -44,7 +44,7 @@ class _ForgottenTurn(Turn):
 
     def run(self, pieces: SimpleQueue[Any] | None = None) -> Generation:
         with self._llm.runtime.generating(), memory_errors(lambda: "prefill"):
-            if self.has_beams:  # rows that are rearranged do not come back by cropping
+            if self.takes_fork:  # rows that are rearranged do not come back by cropping
                 with self._on_fork():
                     return super().run(pieces)
             with rolled_back(self.cache):
@@ -68,10 +68,11 @@ class _KeptTurn(Turn):
     def run(self, pieces: SimpleQueue[Any] | None = None) -> Generation:
         context = self._context
         with self._llm.runtime.generating():
-            if self.has_beams:
+            if self.takes_fork:
                 with self._on_fork():
                     answer = super().run(pieces)
-                context._advance(*context._with_answer(self._question, self._ids, answer))
+                if answer.token_ids:
+                    context._advance(*context._with_answer(self._question, self._ids, answer))
                 return answer
             with memory_errors(lambda: "prefill"):
                 mark = ReturnPoint(self.cache)

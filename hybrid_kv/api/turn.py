@@ -37,7 +37,7 @@ from hybrid_kv.api.prefixes import Prefixes
 from hybrid_kv.api.tokens import NO_TEMPLATE, ChatTemplate, decode_text
 from hybrid_kv.errors import ConfigError
 from hybrid_kv.models.attach import Attachment
-from hybrid_kv.models.exact_decoding import ExactDecoding, check_exact
+from hybrid_kv.models.exact_decoding import ExactDecoding, check_exact, drop_inexact
 from hybrid_kv.models.forwards import passing
 from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.models.support import check_context
@@ -163,6 +163,8 @@ class Turn:
         return prefixes.begun(self.cache, self._ids)
 
     def _compute(self, clock: TokenClock) -> Tensor:
+        if self._most_drafts != 0:
+            drop_inexact(self.cache, self._ids.shape[1])
         self.cache.kv.means.reserve(self._ids.shape[1] + self._max_new)
         new = self._ids.shape[1] - self.cache.get_seq_length()
         watch = PrefillWatch(self._llm.model, new, self._on_prefill, self._cancels)
@@ -202,12 +204,19 @@ class Turn:
         """Whether rows of the cache are rearranged, of which several are left."""
         return bool(self._options.get("num_beams", 1) != 1)
 
+    @property
+    def takes_fork(self) -> bool:
+        """Whether what comes with the turn cannot be taken back from the cache."""
+        forgets = self._most_drafts != 0 and self.cache.exact_tokens < self.cache.get_seq_length()
+        return self.has_beams or forgets
+
     @contextmanager
     def _on_fork(self) -> Iterator[None]:
         """A block in which the turn runs on a fork of its cache, with a row for each beam."""
         whole, self.cache = self.cache, self.cache.fork()
         try:
-            self.cache.batch_repeat_interleave(self._options["num_beams"])
+            if self.has_beams:
+                self.cache.batch_repeat_interleave(self._options["num_beams"])
             yield
         finally:
             fork, self.cache = self.cache, whole

@@ -108,8 +108,22 @@ class ExactDecoding:
             work=self.work,
             most_drafts=most,
         )
+        drop_inexact(self._cache, input_ids.shape[1])
         with _past_recorded(self._cache):
             return run.decode(input_ids)
+
+
+def drop_inexact(cache: TieredCache, num_tokens: int) -> None:
+    """Forgets tokens of earlier steps that left entries unread, to compute them again with the last
+    of `num_tokens` at least.
+    """
+    held = cache.get_seq_length()
+    exact = min(cache.exact_tokens, num_tokens - 1)
+    if 0 < exact < held and cache.can_crop:
+        cache.crop(exact - held)
+    elif exact < held:
+        with cache.in_use():
+            cache.start_over()
 
 
 def check_exact(cache: TieredCache) -> None:
@@ -189,7 +203,6 @@ class _Run:
 
     def decode(self, ids: Tensor) -> Tensor:
         """Continues ids [1, tokens] until a criterion stops it."""
-        self._drop_inexact(ids.shape[1])
         verified = self._cache.get_seq_length()
         try:
             logits = self._pass(ids[:, verified:], 1)
@@ -207,17 +220,6 @@ class _Run:
         if self._streamer is not None:
             self._streamer.end()
         return ids
-
-    def _drop_inexact(self, num_tokens: int) -> None:
-        """Forgets tokens of earlier steps that left entries unread, to compute them again with the
-        last of `num_tokens` at least.
-        """
-        held = self._cache.get_seq_length()
-        exact = min(self._cache.exact_tokens, num_tokens - 1)
-        if 0 < exact < held and self._cache.can_crop:
-            self._cache.crop(exact - held)
-        elif exact < held:
-            self._cache.reset()
 
     def _advance(self, ids: Tensor) -> tuple[Tensor, bool]:
         """Tokens with those that one draft and its verification give; whether they end."""

@@ -196,7 +196,7 @@ class TieredCache(ServedCache):
         seen, unread = self.get_seq_length(), self.work.visible - self.work.attended
         if self.exact_tokens == seen:
             self.state.inexact_from = None
-        with self.in_use(), Forward(self, self.state, self._start_over).running() as forward:
+        with self.in_use(), Forward(self, self.state, self.start_over).running() as forward:
             yield forward
         if self.state.inexact_from is None and self.work.visible - self.work.attended != unread:
             self.state.inexact_from = seen
@@ -211,7 +211,7 @@ class TieredCache(ServedCache):
         seen, end = self.get_seq_length(), self.state.inexact_from
         return seen if end is None else min(end, seen)
 
-    def _start_over(self) -> None:
+    def start_over(self) -> None:
         """Forgets all tokens, but no counter."""
         self.kv.start_over()
         # New layers rather than emptied ones: what emptying leaves behind differs by kind.

@@ -40,6 +40,7 @@ class ReturnPoint:
     def __init__(self, cache: TieredCache) -> None:
         self._cache, self._num_tokens = cache, cache.get_seq_length()
         self._states, self._inexact_from = _states(cache), cache.state.inexact_from
+        self._num_stores = len(cache.kv.stores)
         self._was_open = any(store.placement is None for store in cache.kv.stores.values())
         places = [layer.placement for layer in cache.kv.stores.values()]
         moves = (Demotion.DROP, Demotion.ABSORB)
@@ -50,14 +51,17 @@ class ReturnPoint:
     def go_back(self) -> bool:
         """Forgets what came since, of which layers may hold different numbers after a failure.
 
-        False where that cannot be done: nothing came before, rows were forked since, or memory runs
-        out again. The cache is then of no use any more.
+        False where that cannot be done: nothing came before, some of that was dropped or rows were
+        forked since, or memory runs out again. The cache is then of no use any more.
         """
         kv = self._cache.kv
         try:
             if self._saved is not None:
                 self._saved.restore(kv.layers)
-            if not self._num_tokens or any(len(store.rows) != 1 for store in kv.stores.values()):
+            lengths = [[row.length for row in store.rows] for store in kv.stores.values()]
+            if not self._num_tokens or len(lengths) != self._num_stores:
+                return False
+            if any(len(rows) != 1 or rows[0] < self._num_tokens for rows in lengths):
                 return False
             if self._was_open and any(store.moves_entries for store in kv.stores.values()):
                 return False  # its prompt has ended with tokens that came since
