@@ -54,7 +54,9 @@ def cost(options: argparse.Namespace) -> Iterator[Row]:
         dtype, packed = (weights, {}) if plain else ("bfloat16", {"weights": weights})
         with hkv.load("random:llama-3-8b", layers=1, dtype=dtype, **packed) as llm:
             for tokens in map(int, options.tokens.split(",")):
-                yield told({"weights": weights, "tokens": tokens, **layer_cost(llm, tokens, options)})
+                yield told(
+                    {"weights": weights, "tokens": tokens, **layer_cost(llm, tokens, options)}
+                )
 
 
 def layer_cost(llm: hkv.LLM, tokens: int, options: argparse.Namespace) -> Row:
@@ -124,7 +126,9 @@ def texts(options: argparse.Namespace) -> Iterator[Row]:
     for config in configs:
         with hkv.load("smollm2", config=config, dtype="float32", dequantize=True) as llm:
             for (text, ids), right in zip(prompts, full, strict=True):
-                yield told({"text": text.name, "kind": text.kind, **compared(llm, ids, right, options)})
+                yield told(
+                    {"text": text.name, "kind": text.kind, **compared(llm, ids, right, options)}
+                )
 
 
 def needle(options: argparse.Namespace) -> Iterator[Row]:
