@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from hybrid_kv.config import parse_count
-from hybrid_kv.ops import reference
+from hybrid_kv.ops import reference_pages
 from hybrid_kv.ops.host_memory import host_array
 from hybrid_kv.ops.native.attend import RetrievedAttention
 from hybrid_kv.ops.native.flat import FlatScan, stream
@@ -130,7 +130,7 @@ def pages(bench: Bench, count: int, group: int) -> Iterator[Row]:
     rows: dict[str, Calls] = {
         "search": [lambda e=e: e.search(queries, wanted, pool=bench.pool) for e in engine],  # type: ignore[misc]
         "torch": [
-            lambda p=p: reference.page_scores(queries, *p).topk(wanted, -1, sorted=False)  # type: ignore[misc]
+            lambda p=p: reference_pages.page_scores(queries, *p).topk(wanted, -1, sorted=False)  # type: ignore[misc]
             for p in ends
         ],
     }

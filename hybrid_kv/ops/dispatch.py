@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hybrid_kv.errors import BackendUnavailable, unknown_name
-from hybrid_kv.ops import native, reference
+from hybrid_kv.ops import native, reference_pages
 from hybrid_kv.ops import operations as op
 from hybrid_kv.ops.choice import BACKENDS, FUSED, ChosenBackend, chosen, reaches, why_unavailable
 from hybrid_kv.ops.devices import DEVICE_BACKENDS
@@ -301,7 +301,7 @@ class PageOps(ChosenBackend):
     def page_scores(self, q: Tensor, key_min: Tensor, key_max: Tensor) -> Tensor:
         """[H, M, P] float32 upper bounds of the scores in each page, for queries q [H, M, D].
 
-        key_min, key_max: [H, P, D], the digests of the pages; see `reference.page_scores`.
+        key_min, key_max: [H, P, D], the digests of the pages; see `reference_pages.page_scores`.
         """
         score = self._take(op.PAGE_SCORES, q, native=native.serves(key_min, key_max))
         return score(q, key_min, key_max)
@@ -338,14 +338,14 @@ class PageOps(ChosenBackend):
         """Stores k, v [Hkv, n, D] at consecutive positions and keeps the digests of their pages.
 
         Args:
-            places: [n], n > 0; see `reference.append`.
+            places: [n], n > 0; see `reference_pages.append`.
         """
         start, count = int(places[0]), len(places)
         name = self._choose(op.APPEND, pages.k, few=count == 1)
         if name != "reference":
             self.bound(op.APPEND, name)(pages, k[:, 0], v[:, 0], start, first_position)
             return
-        if count == 1:  # nearly every step: as `reference.append`, in fewer words
+        if count == 1:  # nearly every step: as `reference_pages.append`, in fewer words
             shape = pages.k.shape
             slot, offset = divmod(start, shape[2])
             pages.k[:, slot, offset], pages.v[:, slot, offset] = k[:, 0], v[:, 0]
@@ -369,12 +369,12 @@ class PageOps(ChosenBackend):
         if not isinstance(places, range) and (np.diff(places) != 1).any():
             rows = self.uploads(places, device)
         positions = torch.arange(first_position, first_position + count, device=device)
-        reference.append(pages, k, v, rows, positions)
+        reference_pages.append(pages, k, v, rows, positions)
 
     def append_at(
         self, pages: PagedKV, k: Tensor, v: Tensor, numbers: Tensor, table: Tensor
     ) -> None:
-        """Stores one token's k, v [Hkv, D] where the device is told; see `reference.append_at`."""
+        """Stores a token k, v [Hkv, D] where the device is told; see `reference_pages.append_at`."""
         self._take(op.APPEND_AT, pages.k)(pages, k, v, numbers, table)
 
     def choose_listed(
@@ -383,8 +383,8 @@ class PageOps(ChosenBackend):
         """Slots [Hkv, 1, most] of a table's best pages for one token, the best ones first.
 
         Args:
-            q, table, numbers, oldest: see `reference.listed_page_scores`; the device is told how
-                many of the pages count.
+            q, table, numbers, oldest: see `reference_pages.listed_page_scores`; the device is told
+                how many of the pages count.
         """
         scores = self._take(op.CHOOSE_LISTED, q)
         found = scores(q, pages.key_min, pages.key_max, table, numbers, oldest)
@@ -398,7 +398,7 @@ class PageOps(ChosenBackend):
     def copy_pages(
         self, source: PagedKV, target: PagedKV, source_slots: Tensor, target_slots: Tensor
     ) -> None:
-        """See `reference.copy_pages`; a kernel reads the host only where its memory is pinned."""
+        """See `reference_pages.copy_pages`; a kernel reads the host only in pinned memory."""
         copy = self._take(op.COPY_PAGES, target.k, source.k)
         copy(source, target, source_slots, target_slots)
 

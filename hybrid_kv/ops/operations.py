@@ -13,7 +13,7 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 from torch import Tensor
 
-from hybrid_kv.ops import native, reference, tail, torch_cpu
+from hybrid_kv.ops import native, reference_pages, tail, torch_cpu
 from hybrid_kv.ops.devices import DEVICE_BACKENDS
 from hybrid_kv.types import Candidates, PartialAttention
 
@@ -69,8 +69,15 @@ class Operation(Generic[Result_co]):
         self.has_kernels = not self.by.keys().isdisjoint(DEVICE_BACKENDS)
 
 
-def _defined(name: str = "", module: ModuleType | str = reference, uses: str | None = None) -> By:
+_ATTENTION = "hybrid_kv.ops.reference"  # which the engine's own steps never call
+
+
+def _defined(name: str = "", module: ModuleType | str = _ATTENTION, uses: str | None = None) -> By:
     return By("reference", module, name, uses=uses)
+
+
+def _of_pages(name: str = "", uses: str | None = None) -> By:
+    return _defined(name, reference_pages, uses)
 
 
 def _selected(name: str) -> By:
@@ -119,15 +126,15 @@ ATTEND_PAGES = _Attention("attend_pages", _triton("paged"), _FLASHINFER, _define
 MERGE = _Attention("merge", _native(), _triton("merge"), _defined())
 PLAN_STEP = Operation[None]("plan_step", _native(name="LayerPlan"))
 
-PAGE_SCORES = Operation[Tensor]("page_scores", _native(), _triton("scores"), _defined())
-CHOOSE_PAGES = Operation[Tensor]("choose_pages", _triton("scores"), _defined(uses="page_scores"))
+PAGE_SCORES = Operation[Tensor]("page_scores", _native(), _triton("scores"), _of_pages())
+CHOOSE_PAGES = Operation[Tensor]("choose_pages", _triton("scores"), _of_pages(uses="page_scores"))
 CHOOSE_LISTED = Operation[Tensor](
-    "choose_listed", _triton("scores", "listed_page_scores"), _defined("listed_page_scores")
+    "choose_listed", _triton("scores", "listed_page_scores"), _of_pages("listed_page_scores")
 )
 APPEND = Operation[None]("append", _triton("digests", "append_token", "few"))
-APPEND_AT = Operation[None]("append_at", _triton("digests"), _defined())
-UPDATE_DIGESTS = Operation[None]("update_digests", _triton("digests"), _defined())
-COPY_PAGES = Operation[None]("copy_pages", _triton("digests"), _defined())
+APPEND_AT = Operation[None]("append_at", _triton("digests"), _of_pages())
+UPDATE_DIGESTS = Operation[None]("update_digests", _triton("digests"), _of_pages())
+COPY_PAGES = Operation[None]("copy_pages", _triton("digests"), _of_pages())
 PAGE_WRITER = Operation[None]("page_writer", _native(name="PageWriter"))
 
 NEAREST_KEYS = Operation[Tensor]("nearest_keys", _triton("nearest"), _defined())

@@ -2,37 +2,49 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
 
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from hybrid_kv.models.exact_steps import ExactSteps, ExactWork, most_drafts_on, past_recorded
+from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.serve.output import Sampler
-from hybrid_kv.serve.requests import Reason
-
-if TYPE_CHECKING:
-    from hybrid_kv.api.llm import LLM
-    from hybrid_kv.serve.running import RunningRequest
+from hybrid_kv.serve.requests import Reason, Request
 
 
 class ExactAnswer:
     """Drafts and takes the tokens of a running request, several in one round.
 
     work: what it took so far.
+
+    Args:
+        ids: prompt and answer, to which `take` adds.
+        take: chooses the next token from logits [V] and hands it out; says why the answer ends with
+            it, if it does.
     """
 
-    def __init__(self, llm: LLM, run: RunningRequest, sampler: Sampler) -> None:
-        self._run, self._sampler, self.work = run, sampler, ExactWork()
-        most = most_drafts_on(llm.runtime.device)
-        self._steps = ExactSteps(llm.model, run.cache, most, self.work)
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        cache: TieredCache,
+        request: Request,
+        ids: list[int],
+        sampler: Sampler,
+        take: Callable[[Tensor], Reason | None],
+    ) -> None:
+        self._cache, self._request, self._ids = cache, request, ids
+        self._sampler, self._take, self.work = sampler, take, ExactWork()
+        self._steps = ExactSteps(model, cache, most_drafts_on(model.device), self.work)
         self._reason: Reason | None = None
 
     def advance(self) -> Reason | None:
         """Computes at least one token; says why the answer ends with the last, if it does."""
-        run = self._run
-        with past_recorded(run.cache):
-            self._steps.advance(run.ids[-1], run.request.max_new_tokens - len(run.times), self)
+        request = self._request
+        room = len(request.ids) + request.max_new_tokens - len(self._ids)
+        with past_recorded(self._cache):
+            self._steps.advance(self._ids[-1], room, self)
         return self._reason
 
     def drafting(self) -> AbstractContextManager[None]:
@@ -40,8 +52,8 @@ class ExactAnswer:
 
     def draft(self, logits: Tensor, before: list[int]) -> tuple[int, bool]:
         token = self._sampler.choose(logits).id
-        return token, token in self._run.request.end_ids
+        return token, token in self._request.end_ids
 
     def take(self, logits: Tensor) -> tuple[int, bool]:
-        self._reason = self._run.take(logits)
-        return self._run.ids[-1], self._reason is not None
+        self._reason = self._take(logits)
+        return self._ids[-1], self._reason is not None

@@ -83,7 +83,8 @@ class RunningRequest:
         if self.request.exact:
             drop_inexact(cache, reused + 1)
             reused = cache.get_seq_length()
-            self._exact = ExactAnswer(self._llm, self, self._sampler)
+            given = self._llm.model, cache, self.request, self.ids, self._sampler, self.take
+            self._exact = ExactAnswer(*given)
         cache.kv.means.reserve(len(self.ids) + self.request.max_new_tokens)
         if self._places is not None:
             cache.kv.watchers.append(self._places)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from hybrid_kv.ops import block_sparse, devices, reference, sketch_select, tail
+from hybrid_kv.ops import block_sparse, devices, reference, reference_pages, sketch_select, tail
 from hybrid_kv.ops.tail import UnreadPart
 from hybrid_kv.types import Candidates, PartialAttention
 from tests.device.pinned import Borrowed
@@ -142,46 +142,46 @@ def _merge(parts, dtype, device=None):  # type: ignore[no-untyped-def]
 
 def _group_page_scores(q, key_min, key_max, *, new):  # type: ignore[no-untyped-def]
     def compute(*given: Tensor) -> Any:
-        return (reference.page_scores(*given).unflatten(1, (-1, new)).amax(1),)
+        return (reference_pages.page_scores(*given).unflatten(1, (-1, new)).amax(1),)
 
     shapes = [((len(q), new, key_min.shape[1]), torch.float32)]
     return _kernel("page_scores", compute, shapes, q, key_min, key_max)[0]
 
 
 def _choose_pages(q, key_min, key_max, *, new, oldest, newest, count):  # type: ignore[no-untyped-def]
-    return reference.best_pages(
+    return reference_pages.best_pages(
         _group_page_scores(q, key_min, key_max, new=new), oldest, newest, count
     )
 
 
 def _update_digests(pages, slots):  # type: ignore[no-untyped-def]
-    _kernel("update_digests", lambda *g: reference.update_digests(*g) or (), [], pages, slots)
+    _kernel("update_digests", lambda *g: reference_pages.update_digests(*g) or (), [], pages, slots)
 
 
 def _append_token(pages, k, v, place, position):  # type: ignore[no-untyped-def]
     def compute(pages: Any, k: Tensor, v: Tensor, place: int, position: int) -> Any:
         there = torch.tensor([place])
-        reference.append(pages, k[:, None], v[:, None], there, torch.tensor([position]))
-        reference.update_digests(pages, there // pages.k.shape[2])
+        reference_pages.append(pages, k[:, None], v[:, None], there, torch.tensor([position]))
+        reference_pages.update_digests(pages, there // pages.k.shape[2])
         return ()
 
     _kernel("append", compute, [], pages, k, v, place, position)
 
 
 def _append_at(*given):  # type: ignore[no-untyped-def]
-    _kernel("append_at", lambda *g: reference.append_at(*g) or (), [], *given)
+    _kernel("append_at", lambda *g: reference_pages.append_at(*g) or (), [], *given)
 
 
 def _listed_page_scores(q, key_min, key_max, table, numbers, oldest):  # type: ignore[no-untyped-def]
     def compute(*given: Any) -> Any:
-        return (reference.listed_page_scores(*given, oldest),)
+        return (reference_pages.listed_page_scores(*given, oldest),)
 
     given = q, key_min, key_max, table, numbers
     return _kernel("listed_scores", compute, [((len(q), 1, len(table)), torch.float32)], *given)[0]
 
 
 def _copy_pages(*given):  # type: ignore[no-untyped-def]
-    _kernel("copy_pages", lambda *g: reference.copy_pages(*g) or (), [], *given)
+    _kernel("copy_pages", lambda *g: reference_pages.copy_pages(*g) or (), [], *given)
 
 
 def _nearest_keys(queries, keys, count):  # type: ignore[no-untyped-def]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from hybrid_kv.errors import ConfigError
-from hybrid_kv.ops import get_ops, reference
+from hybrid_kv.ops import get_ops, reference, reference_pages
 from hybrid_kv.ops.choice import BACKENDS, why_unavailable
 from hybrid_kv.types import HIDDEN
 from tests.oracle import causal, softmax_attention, spread
@@ -166,8 +166,8 @@ def test_page_scores_are_never_below_any_score(dtype: torch.dtype) -> None:
     for _ in range(20):
         keys = torch.randn(2, 5, 16, 72).to(dtype)
         q = torch.randn(2, 3, 72).to(dtype)
-        low, high = reference.page_digests(keys)
-        bounds = reference.page_scores(q, low, high)
+        low, high = reference_pages.page_digests(keys)
+        bounds = reference_pages.page_scores(q, low, high)
         best = torch.einsum("hmd,hpsd->hmps", q.double(), keys.double()).amax(-1)
         slack = 1e-5 * torch.einsum("hmd,hpsd->hmps", q.abs().double(), keys.abs().double()).amax(
             -1
@@ -177,7 +177,7 @@ def test_page_scores_are_never_below_any_score(dtype: torch.dtype) -> None:
 
 def test_the_bound_of_a_page_of_one_key_is_its_score() -> None:
     keys, q = torch.randn(2, 5, 1, 72), torch.randn(2, 3, 72)
-    bounds = reference.page_scores(q, *reference.page_digests(keys))
+    bounds = reference_pages.page_scores(q, *reference_pages.page_digests(keys))
     exact = torch.einsum("hmd,hpsd->hmp", q.double(), keys.double())
     torch.testing.assert_close(bounds.double(), exact, rtol=1e-5, atol=1e-4)
 

@@ -53,7 +53,8 @@ def test_tokens_are_those_of_full_attention(llm: hkv.LLM, sampling: Sampling) ->
             assert end.report.exact is not None
             drafted += end.report.exact.drafted
             accepted += end.report.exact.accepted
-    assert drafted > accepted > 0 and others  # else this proves nothing
+    assert drafted > accepted > 0  # else this proves nothing
+    assert others
 
 
 def test_requests_beside_each_other(llm: hkv.LLM) -> None:
@@ -74,9 +75,8 @@ def test_what_another_answer_left_unread_is_computed_again(llm: hkv.LLM) -> None
         longer = (*first.ids, *answer, *prompt(20, 5))
         again = Request(longer, NEW, sampling=first.sampling, exact=True)
         tokens, end = read(engine.submit(again))
-        plain, other = read(engine.submit(replace(again, exact=False)))
     assert tokens == alone(llm, full(again))
-    assert 200 <= end.usage.reused_tokens < 200 + NEW <= other.usage.reused_tokens
+    assert end.usage.reused_tokens == 200  # of the answer nothing
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 5, 8])
@@ -87,14 +87,15 @@ def test_an_answer_ends_in_the_middle_of_a_draft(llm: hkv.LLM, most: int) -> Non
         assert read(engine.submit(request))[0] == whole[:most]
         stopped = replace(exact(150, 4), end_ids=(whole[most],))
         tokens, end = read(engine.submit(stopped))
-    assert tokens == whole[: whole.index(whole[most]) + 1] and end.reason == "stop"
+    assert tokens == whole[: whole.index(whole[most]) + 1]
+    assert end.reason == "stop"
 
 
 def test_reproducible_answers_are_the_same(llm: hkv.LLM) -> None:
     request = exact(180, 6)
     with Engine(llm, Limits(reproducible=64)) as engine:
         many = [engine.submit(one) for one in (request, asked(90, 1), asked(70, 2))]
-        together = [read(ticket)[0] for ticket in many][0]
+        together = next(read(ticket)[0] for ticket in many)
         assert read(engine.submit(request))[0] == together == alone(llm, full(request))
 
 
@@ -117,5 +118,7 @@ def test_failures_end_one_request_and_leave_the_others(
         with monkeypatch.context() as patch:
             patch.setattr("hybrid_kv.models.exact_steps.ExactSteps.dense", failing)
             _, end = read(engine.submit(request))
-        assert calls and end.reason == "error" and "a pass failed" in str(end.error)
+        assert calls
+        assert end.reason == "error"
+        assert "a pass failed" in str(end.error)
         assert read(engine.submit(request))[0] == alone(llm, full(request))

@@ -79,5 +79,5 @@ def attend_visible(
 
 
 def page_scores(q: Tensor, key_min: Tensor, key_max: Tensor, *, pool: Pool | None = None) -> Tensor:
-    """See `reference.page_scores`."""
+    """See `reference_pages.page_scores`."""
     return PageDigests(key_min, key_max).scores(q.float(), pool=pool)

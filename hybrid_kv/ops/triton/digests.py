@@ -17,7 +17,7 @@ _HIDDEN = tl.constexpr(HIDDEN)
 
 
 def update_digests(pages: PagedKV, slots: Tensor) -> None:
-    """See `reference.update_digests`."""
+    """See `reference_pages.update_digests`."""
     if pages.key_min is None or pages.key_max is None or slots.numel() == 0:
         return
     heads, num_slots, page_size, dim = pages.k.shape
@@ -37,7 +37,7 @@ def update_digests(pages: PagedKV, slots: Tensor) -> None:
 
 
 def append_token(pages: PagedKV, k: Tensor, v: Tensor, place: int, position: int) -> None:
-    """`reference.append` of one token k, v [Hkv, D] and the digest of its page, in one launch."""
+    """`reference_pages.append` of a token k, v [Hkv, D] and the digest of its page: one launch."""
     with on(pages.k):
         _append_kernel[(pages.k.shape[0],)](
             *_appended(pages, k, v), place, position, **_sizes(pages)
@@ -45,7 +45,7 @@ def append_token(pages: PagedKV, k: Tensor, v: Tensor, place: int, position: int
 
 
 def append_at(pages: PagedKV, k: Tensor, v: Tensor, numbers: Tensor, table: Tensor) -> None:
-    """See `reference.append_at`; the numbers are read when the kernel runs."""
+    """See `reference_pages.append_at`; the numbers are read when the kernel runs."""
     with on(pages.k):
         _append_at_kernel[(pages.k.shape[0],)](
             *_appended(pages, k, v), numbers, table, **_sizes(pages)
@@ -238,7 +238,7 @@ _BLOCK = 1024
 def copy_pages(
     source: PagedKV, target: PagedKV, source_slots: Tensor, target_slots: Tensor
 ) -> None:
-    """See `reference.copy_pages`; the slots lie on the device of the target.
+    """See `reference_pages.copy_pages`; the slots lie on the device of the target.
 
     One launch for all pages of all heads: a copy each would cost microseconds of launch for 4 KiB.
     """

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hybrid_kv.ops import reference
+from hybrid_kv.ops import reference_pages
 from hybrid_kv.ops.devices import on
 from hybrid_kv.ops.triton._common import padded
 
@@ -15,7 +15,7 @@ _BLOCK_PAGES = 32
 
 
 def group_page_scores(q: Tensor, key_min: Tensor, key_max: Tensor, *, new: int) -> Tensor:
-    """The highest of `reference.page_scores` over the query heads of a group.
+    """The highest of `reference_pages.page_scores` over the query heads of a group.
 
     Args:
         q: [Hkv, M, D], M = G * T with row g * T + t.
@@ -49,22 +49,22 @@ def group_page_scores(q: Tensor, key_min: Tensor, key_max: Tensor, *, new: int) 
 
 
 def page_scores(q: Tensor, key_min: Tensor, key_max: Tensor) -> Tensor:
-    """See `reference.page_scores`."""
+    """See `reference_pages.page_scores`."""
     return group_page_scores(q, key_min, key_max, new=q.shape[1])
 
 
 def choose_pages(
     q: Tensor, key_min: Tensor, key_max: Tensor, *, new: int, oldest: int, newest: int, count: int
 ) -> Tensor:
-    """See `reference.choose_pages`."""
+    """See `reference_pages.choose_pages`."""
     shared = group_page_scores(q, key_min, key_max, new=new)
-    return reference.best_pages(shared, oldest, newest, count)
+    return reference_pages.best_pages(shared, oldest, newest, count)
 
 
 def listed_page_scores(
     q: Tensor, key_min: Tensor, key_max: Tensor, table: Tensor, numbers: Tensor, oldest: int
 ) -> Tensor:
-    """See `reference.listed_page_scores`; digests are read where they lie, of counted pages."""
+    """See `reference_pages.listed_page_scores`; reads digests where they lie, of counted pages."""
     heads, group, dim = q.shape
     scores = torch.empty(heads, 1, len(table), dtype=torch.float32, device=q.device)
     with on(q):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hybrid_kv.errors import ConfigError, ShapeError
-from hybrid_kv.ops import get_ops, native, reference
+from hybrid_kv.ops import get_ops, native, reference_pages
 from hybrid_kv.ops.native.pages import PageDigests
 from hybrid_kv.types import SearchResult
 from tests.ops.native.scan_data import SCORES, check_order, make_keys, pool_of, strided
@@ -18,7 +18,7 @@ from tests.ops.native.scan_data import SCORES, check_order, make_keys, pool_of, 
 def digests(count: int, dim: int, dtype: torch.dtype, heads: int = 2) -> tuple[Tensor, Tensor]:
     """Of pages of five keys, in the middle of larger arrays."""
     keys = make_keys(heads, 5 * count, dim, dtype, offset=0.5).unflatten(1, (count, 5))
-    low, high = reference.page_digests(keys)
+    low, high = reference_pages.page_digests(keys)
     return strided(low), strided(high)
 
 
@@ -31,7 +31,7 @@ def test_bounds_are_those_of_the_definition(
     low, high = digests(count, dim, dtype)
     queries = torch.randn(2, num_queries, dim) * dim**-0.5
     bounds = PageDigests(low, high, engine=engine).scores(queries)
-    torch.testing.assert_close(bounds, reference.page_scores(queries, low, high), **SCORES)
+    torch.testing.assert_close(bounds, reference_pages.page_scores(queries, low, high), **SCORES)
 
 
 @pytest.mark.parametrize("wanted", [1, 7, 60])
@@ -81,7 +81,7 @@ def test_threads_and_many_queries_change_nothing(engine: ctypes.CDLL, threads: i
 def test_the_dispatch_gives_the_bounds_of_the_definition(dtype: torch.dtype) -> None:
     low, high = digests(50, 72, dtype)
     queries = torch.randn(2, 3, 72).to(dtype)
-    expected = reference.page_scores(queries, low, high)
+    expected = reference_pages.page_scores(queries, low, high)
     for backend in ("auto", "reference", "torch_cpu"):
         found = get_ops(backend).page_scores(queries, low, high)
         torch.testing.assert_close(found, expected, **SCORES)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybrid_kv.ops import reference
+from hybrid_kv.ops import reference, reference_pages
 from hybrid_kv.ops.dispatch import Ops
 from hybrid_kv.types import HIDDEN, PagedKV, PartialAttention
 from tests.ops.paged_data import SHAPES, Shape, copy_of, lists, newest_positions, pool, queries
@@ -218,7 +218,7 @@ def test_digests_are_those_of_the_filled_keys(
     slots = torch.tensor([shape.slots - 1, 0, 3])
     ops.update_digests(pages, slots.numpy())
     assert served(ops) == {"update_digests"}
-    reference.update_digests(exact, slots.to(device))
+    reference_pages.update_digests(exact, slots.to(device))
     assert torch.equal(pages.key_min, exact.key_min)
     assert torch.equal(pages.key_max, exact.key_max)
     assert (pages.key_max[:, 1] == 0).all()  # not asked for
@@ -283,7 +283,7 @@ def test_a_token_is_stored_and_listed_by_numbers(
         numbers = torch.tensor([place, 1000 + place, listed, 1, 2], device=device)
         k, v = (torch.randn(shape.heads, shape.dim).to(dtype).to(device) for _ in range(2))
         ops.append_at(pages, k, v, numbers, tables[0])
-        reference.append_at(exact, k, v, numbers, tables[1])
+        reference_pages.append_at(exact, k, v, numbers, tables[1])
     assert served(ops) == {"append_at"}
     assert all(torch.equal(a, b) for a, b in zip(pages, exact, strict=True) if a is not None)
     assert tables[0].tolist() == tables[1].tolist() == [77, 77, 77, 3, 2, 77, 77, 77, 77]
@@ -301,7 +301,7 @@ def test_listed_pages_are_scored_where_they_lie(
     numbers = torch.tensor([0, 0, count, newest, chosen], device=device)
     found = ops.choose_listed(q, pages, table, numbers, oldest=2, most=9)
     assert served(ops) == {"choose_listed"}
-    exact = reference.listed_page_scores(q, low, low + 1, table, numbers, 2)[:, 0]
+    exact = reference_pages.listed_page_scores(q, low, low + 1, table, numbers, 2)[:, 0]
     for head in range(len(found)):
         places = [table.tolist().index(slot) for slot in found[head, 0, :chosen].tolist()]
         assert set(places) >= {0, 1} & set(range(count))
@@ -323,7 +323,7 @@ def test_pages_are_chosen_as_defined(
     sizes = {"new": shape.new, "oldest": 2, "newest": 3, "count": 31}
     chosen = ops.choose_pages(q, low, high, **sizes)
     assert served(ops) == {"choose_pages"}
-    exact = reference.choose_pages(q, low, high, **sizes)
+    exact = reference_pages.choose_pages(q, low, high, **sizes)
     assert torch.equal(chosen.sort().values, exact.sort().values)
     assert (chosen[..., -1] == num_pages - 1).all()
 
@@ -341,7 +341,7 @@ def test_pages_are_copied_slot_by_slot(
     to = torch.tensor([[1, 2, 3], [4, -1, 6]], device=device)
     ops.copy_pages(source, target, from_, to)
     assert served(ops) == {"copy_pages"}
-    reference.copy_pages(source, exact, from_, to)
+    reference_pages.copy_pages(source, exact, from_, to)
     assert torch.equal(target.k, exact.k)
     assert torch.equal(target.v, exact.v)
 
