@@ -206,6 +206,7 @@ class _Run:
         verified = self._cache.get_seq_length()
         try:
             logits = self._pass(ids[:, verified:], 1)
+            verified = ids.shape[1]
             ids, has_ended = self._take(ids, ids[:, :0], logits)
             verified = ids.shape[1] - 1
             while not has_ended:
