@@ -1,4 +1,4 @@
-"""Exact decoding: the cache's method drafts tokens, and one dense pass over both tiers verifies them.
+"""Exact decoding: the cache's method drafts tokens, one dense pass over both tiers verifies them.
 
     newest token -> drafts by the method -> crop them -> one dense pass over newest token and drafts
     -> logits by position -> tokens, as long as they are the drafts, and one more -> crop the others
@@ -24,7 +24,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteriaList,
+)
 from transformers.generation import GenerationMode
 from transformers.generation.streamers import BaseStreamer
 
@@ -314,7 +319,7 @@ class _Run:
             kv.more_prompt = False
 
     def _forward(self, new: Tensor, rows: int) -> Tensor:
-        """Logits [1, rows, V] float32 of the last of the new tokens [1, n], which the cache takes."""
+        """Logits [1, rows, V] float32 of the last of the new tokens [1, n]; the cache takes all."""
         keep = {"logits_to_keep": rows} if self._takes_rows else {}
         model: Callable[..., Any] = self._model
         logits: Tensor = model(new, **passing(self._cache), use_cache=True, **keep).logits

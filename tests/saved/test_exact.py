@@ -13,8 +13,8 @@ from hybrid_kv.saved.manifest import read_manifest
 from tests.contracts.architectures import build
 from tests.kit import cache_of
 from tests.models.exact_calls import ids, small
-from tests.models.folder import model, tokenizer
-from tests.saved.scene import rewrite
+from tests.models.folder import tokenizer
+from tests.saved.scene import TEXT, long_model, rewrite
 
 NEW = 12
 QUESTIONS = [ids(1, 5), ids(2, 20)]
@@ -93,7 +93,7 @@ def test_files_whose_entries_may_be_others_are_computed_again(how: str, tmp_path
 
 @pytest.fixture(scope="module")
 def plain() -> PreTrainedModel:
-    return model()
+    return long_model()
 
 
 @pytest.mark.parametrize("first", [False, True], ids=["approximate", "exact"])
@@ -101,14 +101,13 @@ def test_prompts_of_a_folder_are_taken_as_they_are(
     plain: PreTrainedModel, first: bool, tmp_path: Path
 ) -> None:
     """A prompt is exact, whatever answered it."""
-    text = " ".join(["sea sky sun ice oak elm bee fox owl sea", "oak fox bee sky"] * 6)
     with hkv.load(plain, tokenizer=tokenizer(), config="full") as llm:
-        want = llm.generate(f"{text} owl", max_new_tokens=NEW).token_ids
+        want = llm.generate(f"{TEXT} owl", max_new_tokens=NEW).token_ids
     settings = {"config": small(), "tokenizer": tokenizer(), "cache_dir": tmp_path}
     with hkv.load(plain, **settings) as llm:
-        llm.generate(text, exact=first, max_new_tokens=NEW)
+        llm.generate(TEXT, exact=first, max_new_tokens=NEW)
     with hkv.load(plain, **settings) as llm:
-        found = llm.generate(f"{text} owl", exact=True, max_new_tokens=NEW)
+        found = llm.generate(f"{TEXT} owl", exact=True, max_new_tokens=NEW)
     assert found.token_ids == want
     assert found.reused_tokens > 0
     assert found.exact is not None
