@@ -107,7 +107,7 @@ class ExactDecoding:
         check_generation(generation_config)
         on_gpu = input_ids.device.type != "cpu"
         most = self._most_drafts or (MOST_DRAFTS_GPU if on_gpu else MOST_DRAFTS_CPU)
-        run = _Run(
+        run = _Decoding(
             *(model, self._cache, logits_processor, stopping_criteria, generation_config),
             streamer=self._streamer,
             work=self.work,
@@ -184,7 +184,7 @@ def _past_recorded(cache: TieredCache) -> Iterator[None]:
             layer.record_past = was
 
 
-class _Run:
+class _Decoding:
     """One call of an `ExactDecoding`; arguments as there."""
 
     def __init__(
