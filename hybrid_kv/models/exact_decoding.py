@@ -30,7 +30,7 @@ from transformers import (
     PreTrainedModel,
     StoppingCriteriaList,
 )
-from transformers.generation import GenerationMode
+from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.streamers import BaseStreamer
 
 from hybrid_kv.errors import ConfigError
@@ -176,7 +176,7 @@ def _past_recorded(cache: TieredCache) -> Iterator[None]:
     """A block in which sliding windows keep what comes back when newer tokens are cropped."""
     windows = [layer for layer in cache.layers if hasattr(layer, "record_past")]
     before = [layer.record_past for layer in windows]
-    cache.activate_past_recording()
+    cache.activate_past_recording()  # type: ignore[no-untyped-call]
     try:
         yield
     finally:
@@ -283,7 +283,7 @@ class _Decoding:
             self._work.ties += self._is_tie(raw)
             if self._streamer is not None:
                 self._streamer.put(token[0].cpu())
-            has_ended = bool(self._stopping(ids, None).all())  # type: ignore[arg-type]
+            has_ended = bool(self._stopping(ids, None).all())
             if has_ended or place == drafts.shape[1] or token.item() != drafts[0, place].item():
                 break
         return ids, has_ended
