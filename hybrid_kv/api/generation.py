@@ -24,7 +24,7 @@ from hybrid_kv.types import Work
 from hybrid_kv.watch.audit import Audit
 
 if TYPE_CHECKING:
-    from hybrid_kv.models.exact_decoding import ExactWork
+    from hybrid_kv.models.exact_steps import ExactWork
     from hybrid_kv.runtime.sparse_prefill import PrefillLoss
 
 

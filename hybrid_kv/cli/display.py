@@ -20,7 +20,7 @@ from hybrid_kv.cli.options import OutputOptions
 if TYPE_CHECKING:
     from hybrid_kv.api import Generation
     from hybrid_kv.api.generation import PrefillProgress
-    from hybrid_kv.models.exact_decoding import ExactWork
+    from hybrid_kv.models.exact_steps import ExactWork
     from hybrid_kv.types import Work
 
 

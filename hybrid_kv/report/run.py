@@ -14,7 +14,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, model_validator
 
 if TYPE_CHECKING:
-    from hybrid_kv.models.exact_decoding import ExactWork
+    from hybrid_kv.models.exact_steps import ExactWork
     from hybrid_kv.runtime.sparse_prefill import PrefillLoss
     from hybrid_kv.types import Work
     from hybrid_kv.watch.audit import Audit, Estimate

@@ -5,7 +5,8 @@ Stop strings may span several tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -114,6 +115,15 @@ class Sampler:
             self._warp.append(TopKLogitsWarper(sampling.top_k))
         if sampling.top_p < 1:
             self._warp.append(TopPLogitsWarper(float(sampling.top_p)))
+
+    @contextmanager
+    def drafting(self) -> Iterator[None]:
+        """A block behind which the random numbers are those from before it."""
+        state = self._generator.get_state()
+        try:
+            yield
+        finally:
+            self._generator.set_state(state)
 
     def choose(self, logits: Tensor) -> Choice:
         """The next token after logits [V]."""

@@ -13,6 +13,7 @@ from typing import Literal, TypeAlias
 
 from hybrid_kv.config import HybridConfig
 from hybrid_kv.errors import ConfigError, HybridKVError, said
+from hybrid_kv.models.exact_steps import ExactWork
 
 Reason: TypeAlias = Literal["stop", "length", "cancelled", "timeout", "error"]
 """Why an answer ended."""
@@ -74,7 +75,8 @@ class Request:
     ids: of the prompt. stop: texts that end the answer and are cut off. end_ids: tokens that do.
     config: method and budgets of this request; None for the model's. audit_every: decode steps from
     one look of the audit to the next, in place of the configuration's. timeout_s: from submission;
-    None for the server's limit. places: report where in the prompt the answer looked.
+    None for the server's limit. places: report where in the prompt the answer looked. exact: every
+    token is full attention's; the method drafts them.
 
     Raises:
         ConfigError: a field is of a wrong type or out of range.
@@ -89,6 +91,7 @@ class Request:
     audit_every: int | None = None
     timeout_s: float | None = None
     places: bool = False
+    exact: bool = False
 
     def __post_init__(self) -> None:
         if not self.ids:
@@ -154,8 +157,8 @@ class RequestReport:
     read, and what it lost (`PrefillLoss`); None where it was exact. device_kv_bytes, host_kv_bytes,
     host_index_bytes: held at the end, of which other requests may have shared some. places:
     positions in the prompt that were attended most, with their mean softmax weight, the heaviest
-    first; empty unless asked for. alone: why the request was decoded by itself and not joined with
-    others; empty if it could be joined.
+    first; empty unless asked for. exact: what exact decoding took; None without it. alone: why the
+    request was decoded by itself and not joined with others; empty if it could be joined.
     """
 
     ttft_s: float | None = None
@@ -172,6 +175,7 @@ class RequestReport:
     host_kv_bytes: int = 0
     host_index_bytes: int = 0
     places: list[tuple[int, float]] = field(default_factory=list)
+    exact: ExactWork | None = None
     alone: str = ""
 
 

@@ -16,10 +16,12 @@ from torch import Tensor
 
 from hybrid_kv.api.llm import LLM
 from hybrid_kv.errors import BusyError, CapacityError, ConfigError, DeviceMemoryError, HybridKVError
+from hybrid_kv.models.exact_steps import drop_inexact
 from hybrid_kv.models.forwards import passing
 from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.models.layer_major import free_bytes
 from hybrid_kv.runtime import Stage, check_host_memory, spare_host_memory
+from hybrid_kv.serve.exact import ExactAnswer
 from hybrid_kv.serve.output import AnswerText, Sampler
 from hybrid_kv.serve.requests import (
     Prefilled,
@@ -73,10 +75,15 @@ class RunningRequest:
         self._sampler = Sampler(self.request.sampling, llm.runtime.device)
         self._text = AnswerText(llm.tokenizer, self.request.stop)
         self._places = Places() if self.request.places else None
+        self._exact: ExactAnswer | None = None
 
     def begin(self, cache: TieredCache, reused: int) -> None:
         """Takes a cache that holds the first `reused` tokens of the prompt."""
         self._cache, self.began = cache, monotonic()
+        if self.request.exact:
+            drop_inexact(cache, reused + 1)
+            reused = cache.get_seq_length()
+            self._exact = ExactAnswer(self._llm, self, self._sampler)
         cache.kv.means.reserve(len(self.ids) + self.request.max_new_tokens)
         if self._places is not None:
             cache.kv.watchers.append(self._places)
@@ -197,6 +204,11 @@ class RunningRequest:
         """Computes the next logits [V] by itself."""
         return self._forward(torch.tensor([self.ids[-1:]], device=self._llm.runtime.device))
 
+    def advance_exactly(self) -> Reason | None:
+        """Computes and takes the next tokens by itself, full attention's; returns as `take`."""
+        assert self._exact is not None
+        return self._exact.advance()
+
     def _forward(self, ids: Tensor) -> Tensor:
         model: Any = self._llm.model
         output = model(ids, **passing(self.cache), use_cache=True, logits_to_keep=1)
@@ -280,6 +292,7 @@ class RunningRequest:
             places=[]
             if self._places is None
             else self._places.heaviest(_PLACES, len(self.request.ids)),
+            exact=None if self._exact is None else self._exact.work,
             alone=alone,
         )
 

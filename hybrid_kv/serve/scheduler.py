@@ -204,16 +204,17 @@ class Scheduler:
         if not ready:
             return
         before, begin = [run.times[-1] for run in ready], monotonic()
-        if self._alone:
-            for run in ready:
+        for run in (run for run in ready if run.request.exact):
+            self._step_exact(run)
+        plain = [run for run in ready if not run.request.exact]
+        if self._limits.reproducible and not self._alone:
+            for first in range(0, len(plain), _ROWS):
+                self._step_joined(plain[first : first + _ROWS])
+        elif len(plain) < 2 or self._alone:
+            for run in plain:
                 self._step_alone(run)
-        elif self._limits.reproducible:
-            for first in range(0, len(ready), _ROWS):
-                self._step_joined(ready[first : first + _ROWS])
-        elif len(ready) == 1:
-            self._step_alone(ready[0])
         else:
-            self._step_joined(ready)
+            self._step_joined(plain)
         self._steps_s.append(monotonic() - begin)
         self.tally.step(len(ready))
         if self._held_up:
@@ -228,6 +229,17 @@ class Scheduler:
             self._end(run, "error", error)
         else:
             self._take(run, logits)
+
+    def _step_exact(self, run: RunningRequest) -> None:
+        """Some tokens of an answer that is full attention's."""
+        try:
+            with memory_errors(lambda: "decode"):
+                reason = run.advance_exactly()
+        except Exception as error:
+            self._end(run, "error", error)
+        else:
+            if reason is not None:
+                self._end(run, reason)
 
     def _lone_logits(self, run: RunningRequest) -> Tensor:
         """[V] after one more token."""

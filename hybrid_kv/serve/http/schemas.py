@@ -178,7 +178,8 @@ class Extensions(StrictSchema):
 
     method, set: in place of the server's; set has dotted names as `--set`. budget: tokens that a
     step attends, or a share of the context such as "2%". audit: decode steps from one look to the
-    next. places: report where in the prompt the answer looked.
+    next. places: report where in the prompt the answer looked. exact: every token is full
+    attention's; the method drafts them.
     """
 
     method: str | None = None
@@ -186,6 +187,7 @@ class Extensions(StrictSchema):
     budget: Annotated[int, Field(ge=1)] | str | None = None
     audit: Annotated[int, Field(ge=0)] | None = None
     places: bool = False
+    exact: bool = False
 
 
 Stops: TypeAlias = Text | Annotated[list[Text], Field(max_length=16)]

@@ -162,7 +162,8 @@ class Service:
             return request
         total = len(request.ids) + request.max_new_tokens
         config = asked_config(self.config, asked, total)
-        return replace(request, config=config, audit_every=asked.audit, places=asked.places)
+        given = replace(request, config=config, audit_every=asked.audit)
+        return replace(given, places=asked.places, exact=asked.exact)
 
     def check_model(self, name: str) -> None:
         """Raises ApiError unless the name is the model's."""

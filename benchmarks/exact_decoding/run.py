@@ -1,0 +1,224 @@
+"""Exact decoding: what its passes cost, and whether its tokens are those of full attention.
+
+    python benchmarks/exact_decoding/run.py cost --tokens 32768,131072 --weights bfloat16,q4_k
+    python benchmarks/texts/make.py TEXTS
+    python benchmarks/exact_decoding/run.py texts TEXTS --context 4096 --new 160
+    python benchmarks/exact_decoding/run.py needle --tokens 32768
+
+`cost`: one decoder layer of Llama-3-8B with its weights over made-up keys and values, in one
+thread: milliseconds of a step of `full`, of a draft by the method, and of dense passes of some
+numbers of tokens. From these, by the acceptance given, the time of a token over that of `full`.
+`texts`: SmolLM2 in float32 continues texts, greedily: tokens of `exact=True` against those of
+`full`, and how many drafts were accepted. `needle`: the same for answers of `needle`, and seconds.
+Stdout is one JSON document.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+if __name__ == "__main__":  # a script: the project's root is not on the path
+    sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import torch
+
+import hybrid_kv as hkv
+from benchmarks.common.surroundings import surroundings
+from benchmarks.prompt_attention.run import told
+from benchmarks.texts.make import TEXTS
+from benchmarks.texts.run import in_rounds, prompt_of
+from hybrid_kv.config import HybridConfig
+from hybrid_kv.eval.filling import SyntheticContext
+from hybrid_kv.eval.needle import is_correct, make_sample
+from hybrid_kv.models.cache_layers import hybrid_layers
+from hybrid_kv.models.forwards import passing
+from hybrid_kv.models.hf_cache import TieredCache
+from hybrid_kv.report.compact import compact
+from hybrid_kv.report.environment import probe_environment
+from hybrid_kv.types import Needs
+
+Row = dict[str, Any]
+_RUN = 8
+
+
+def cost(options: argparse.Namespace) -> Iterator[Row]:
+    """Rows of `cost`."""
+    for weights in options.weights.split(","):
+        plain = weights in ("bfloat16", "float16", "float32")
+        dtype, packed = (weights, {}) if plain else ("bfloat16", {"weights": weights})
+        with hkv.load("random:llama-3-8b", layers=1, dtype=dtype, **packed) as llm:
+            for tokens in map(int, options.tokens.split(",")):
+                yield told(
+                    {"weights": weights, "tokens": tokens, **layer_cost(llm, tokens, options)}
+                )
+
+
+def layer_cost(llm: hkv.LLM, tokens: int, options: argparse.Namespace) -> Row:
+    """Milliseconds of steps and passes of the only layer of a model."""
+    info, drafts = llm.runtime.info, [int(count) for count in options.drafts.split(",")]
+    context = SyntheticContext(info, tokens, max_steps=2, made_heads=1, seed=0)
+    row: Row = {}
+    budget = max(128, round(options.budget * tokens))
+    for name, config in (
+        ("full", HybridConfig(method="full")),
+        ("draft", HybridConfig.model_validate({"method": "hybrid", "top_k": budget})),
+    ):
+        cache = filled(llm, context, config.replace(index_build="wait"))
+        row[f"{name} ms"] = timed(llm, cache, 1, options.rounds, dense=False)
+        if name == "draft":
+            for count in drafts:
+                row[f"pass of {count + 1} ms"] = timed(
+                    llm, cache, count + 1, max(2, options.rounds // 2), dense=True
+                )
+        cache.close()
+    for count in drafts:
+        agreed = options.agreement
+        tokens_out = (1 - agreed ** (count + 1)) / (1 - agreed)
+        spent = count * row["draft ms"] + row[f"pass of {count + 1} ms"]
+        row[f"of full at {count}"] = spent / tokens_out / row["full ms"]
+    return row
+
+
+def filled(llm: hkv.LLM, context: SyntheticContext, config: HybridConfig) -> TieredCache:
+    """A cache that holds made-up keys and values."""
+    cache = llm.runtime.cache(config)
+    needs, dtype = cache.kv.means.method.needs, llm.model.dtype
+    with torch.inference_mode():
+        for layer in hybrid_layers(cache.layers):
+            seen = context.evidence(layer.layer_idx, needs, dtype) if needs != Needs() else None
+            layer.fill(*context.kv(layer.layer_idx, dtype), () if seen is None else (seen,))
+    return cache
+
+
+def timed(llm: hkv.LLM, cache: TieredCache, new: int, rounds: int, *, dense: bool) -> float:
+    """Milliseconds of a forward of `new` tokens through the decoder layers, the median; of one
+    that is not dense among _RUN in a row.
+    """
+    ids, body, times = torch.full((1, new), 7), llm.model.get_decoder(), []
+    with llm.runtime.generating(), torch.inference_mode():
+        for _ in range(rounds + 1):
+            cache.kv.more_prompt = dense
+            for _ in range(1 if dense else _RUN):
+                begin = time.thread_time()
+                body(ids, **passing(cache), use_cache=True)
+                times.append(time.thread_time() - begin)
+            cache.kv.more_prompt = False
+            cache.crop(-(1 if dense else _RUN) * new)
+    return 1e3 * median(times[1:])
+
+
+def texts(options: argparse.Namespace) -> Iterator[Row]:
+    """Rows of `texts`."""
+    wanted = in_rounds([one for one in TEXTS if one.name in options.only or not options.only])
+    configs = [HybridConfig.model_validate(one) for one in settings(options)]
+    with hkv.load("smollm2", config="full", dtype="float32", dequantize=True) as llm:
+        tokenizer, prompts = llm.require_tokenizer(), []
+        for text in wanted[: options.texts]:
+            prompt = prompt_of(options.folder, text, tokenizer, options.context, 1)
+            prompts.append((text, [int(token) for token in prompt.context]))
+        full = [answer(llm, ids, options) for _, ids in prompts]
+    for config in configs:
+        with hkv.load("smollm2", config=config, dtype="float32", dequantize=True) as llm:
+            for (text, ids), right in zip(prompts, full, strict=True):
+                yield told(
+                    {"text": text.name, "kind": text.kind, **compared(llm, ids, right, options)}
+                )
+
+
+def needle(options: argparse.Namespace) -> Iterator[Row]:
+    """Rows of `needle`."""
+    for tokens in map(int, options.tokens.split(",")):
+        samples = [make_sample(tokens, seed=seed) for seed in range(options.samples)]
+        with hkv.load("needle", config="full") as llm:
+            full = [answer(llm, list(map(int, one.context)), options) for one in samples]
+        for config in settings(options):
+            with hkv.load("needle", config=config) as llm:
+                for sample, right in zip(samples, full, strict=True):
+                    ids = list(map(int, sample.context))
+                    row = compared(llm, ids, right, options)
+                    yield told({"tokens": tokens, "correct": is_correct, **row})
+
+
+def settings(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Settings of the method, by share of the context; never fewer than 128 keys."""
+    budgets = [float(share) for share in options.budgets.split(",")]
+    keys = [max(options.least, round(share * options.context)) for share in budgets]
+    return [{"method": "hybrid", "top_k": count, "index_build": "wait"} for count in keys]
+
+
+def answer(llm: hkv.LLM, ids: list[int], options: argparse.Namespace) -> hkv.Generation:
+    """The greedy tokens that follow."""
+    return llm.generate(ids, max_new_tokens=options.new, eos_token_id=[])
+
+
+def compared(
+    llm: hkv.LLM, ids: list[int], right: hkv.Generation, options: argparse.Namespace
+) -> Row:
+    """Tokens of exact decoding and of the method alone against those of `full`."""
+    row: Row = {"new": options.new}
+    alone = answer(llm, ids, options)
+    row["method alone differs from"] = first_other(alone.token_ids, right.token_ids)
+    for drafts in map(int, options.drafts.split(",")):
+        found = llm.generate(ids, max_new_tokens=options.new, eos_token_id=[], exact=drafts)
+        work = found.exact
+        assert work is not None
+        row |= {
+            f"differs from, {drafts}": first_other(found.token_ids, right.token_ids),
+            f"accepted, {drafts}": work.accepted / max(1, work.drafted),
+            f"tokens a pass, {drafts}": (options.new - 1) / max(1, work.passes),
+            f"of full, {drafts}": found.tpot_ms / right.tpot_ms,
+        }
+    return row
+
+
+def first_other(found: list[int], right: list[int]) -> int | None:
+    """Place of the first token that is another; None for none."""
+    pairs = zip(found, right, strict=True)
+    return next((place for place, (one, other) in enumerate(pairs) if one != other), None)
+
+
+def main() -> None:
+    """Measures and prints."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    ways = parser.add_subparsers(dest="way", required=True)
+    for way in (cost, texts, needle):
+        own = ways.add_parser(way.__name__)
+        own.set_defaults(run=way)
+        own.add_argument("--drafts", default="1,3,7,15" if way is cost else "7")
+        if way is texts:
+            own.add_argument("folder", type=Path)
+            own.add_argument("--only", nargs="*", default=())
+            own.add_argument("--texts", type=int, default=24)
+        if way is not texts:
+            own.add_argument("--tokens", default="32768")
+        if way is cost:
+            own.add_argument("--weights", default="bfloat16")
+            own.add_argument("--budget", type=float, default=0.02)
+            own.add_argument("--agreement", type=float, default=0.987)
+            own.add_argument("--rounds", type=int, default=8)
+        else:
+            own.add_argument("--budgets", default="0.02")
+            own.add_argument("--least", type=int, default=128)
+            own.add_argument("--context", type=int, default=4096)
+            own.add_argument("--new", type=int, default=128)
+            own.add_argument("--samples", type=int, default=8)
+    options = parser.parse_args()
+    rows = list(options.run(options))
+    document = {
+        "benchmark": "exact_decoding",
+        "way": options.way,
+        "surroundings": surroundings(),
+        "environment": probe_environment().model_dump(mode="json"),
+        "rows": rows,
+    }
+    print(compact(document))
+
+
+if __name__ == "__main__":
+    main()

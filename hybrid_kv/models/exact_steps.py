@@ -1,0 +1,236 @@
+"""Exact decoding: the method drafts tokens, and one dense pass over both tiers verifies them.
+
+    newest token -> drafts by the method -> crop them -> one dense pass over newest token and drafts
+    -> logits by position -> tokens, as long as they are the drafts, and one more -> crop the others
+
+Every token that comes out is chosen from logits of full attention over entries of full attention.
+In float32 greedy tokens are those of `full`. In 16 bits a pass of several tokens rounds otherwise
+than steps of one: the token is the pass's own, and `ExactWork.ties` counts where that can matter.
+
+Source: Leviathan et al. 2023 (speculative decoding); drafts by a sparse cache: TriForce (Sun et al.
+2024).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from inspect import signature
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hybrid_kv.errors import ConfigError
+from hybrid_kv.models.cache_state import stuck_layers
+from hybrid_kv.models.forwards import passing
+from hybrid_kv.models.hf_cache import TieredCache
+from hybrid_kv.plugins import Method
+
+MOST_DRAFTS_CPU, MOST_DRAFTS_GPU = 7, 32
+"""Drafts of one verification. On a CPU a dense pass costs more with each token in it, and takes one
+more than these: as many as the engine multiplies by 16-bit weights at the speed of memory. On a GPU
+it waits for the bus, whatever their number."""
+
+
+@dataclass(slots=True)
+class ExactWork:
+    """Counters of exact decoding.
+
+    passes: dense passes behind the prompt. drafted: tokens that the method drafted for them;
+    accepted: of these, tokens that came out. unverified: tokens of steps that read every entry, so
+    that no pass was needed. ties: tokens of 16-bit models whose two best logits differ by no more
+    than one rounding, where full attention in single steps may choose the other.
+    """
+
+    passes: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    unverified: int = 0
+    ties: int = 0
+
+
+class Answer(Protocol):
+    """Chooses the tokens of an answer."""
+
+    def drafting(self) -> AbstractContextManager[None]:
+        """A block of `draft`, behind which random numbers are those from before."""
+        ...
+
+    def draft(self, logits: Tensor, before: list[int]) -> tuple[int, bool]:
+        """A token out of logits [V], after those drafted before it, that does not come out yet;
+        whether it ends the answer.
+        """
+        ...
+
+    def take(self, logits: Tensor) -> tuple[int, bool]:
+        """The next token, out of full attention's logits [V]; whether the answer ends with it."""
+        ...
+
+
+class ExactSteps:
+    """Drafts of a cache's method and the dense passes that verify them, one after the other.
+
+    Args:
+        model: attached; its head gives the logits.
+        cache: of one row; it holds all tokens but the newest.
+        most_drafts: of one verification.
+        work: counts.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, cache: TieredCache, most_drafts: int, work: ExactWork
+    ) -> None:
+        self._model, self._cache, self._work = model, cache, work
+        self._most_drafts = self._num_drafts = most_drafts
+        self._takes_rows = "logits_to_keep" in signature(model.forward).parameters
+        self._rounding = torch.finfo(model.dtype).eps if model.dtype.itemsize < 4 else 0.0
+
+    def dense(self, tokens: Tensor, rows: int) -> Tensor:
+        """Logits as of `_forward`, by attention to every entry of both tiers."""
+        kv = self._cache.kv
+        kv.more_prompt = True
+        try:
+            return self._forward(tokens, rows)
+        finally:
+            kv.more_prompt = False
+
+    def advance(self, newest: int, room: int, answer: Answer) -> bool:
+        """One draft and its verification, which give at least one token; whether the answer ends.
+
+        Whatever is raised, the cache then holds what was taken, but for the newest token.
+
+        Args:
+            newest: the token that the cache lacks.
+            room: tokens that may come at most.
+        """
+        begin, taken, accepted = self._cache.get_seq_length(), 0, 0
+        with self._cache.kv.layers.speculating():
+            try:
+                drafts, logits = self._verified(newest, room, answer)
+                for place, row in enumerate(logits):
+                    token, has_ended = answer.take(row)
+                    taken, self._work.ties = place + 1, self._work.ties + self._is_tie(row)
+                    is_right = place < len(drafts) and token == drafts[place]
+                    accepted += is_right
+                    if has_ended or not is_right:
+                        break
+            finally:
+                if not self._cache.state.is_unfinished:
+                    self._keep(begin + taken)
+        if len(logits) > len(drafts):
+            self._count(len(drafts), accepted)
+        else:
+            self._work.unverified += taken
+            self._num_drafts = 1
+        return has_ended
+
+    def _verified(self, newest: int, room: int, answer: Answer) -> tuple[list[int], Tensor]:
+        """Drafts, and full attention's logits [n, V] of their places and, if that took a pass, of
+        the place behind them.
+        """
+        begin, drafts, rows = self._cache.get_seq_length(), list[int](), list[Tensor]()
+        with answer.drafting():
+            while len(drafts) < min(self._num_drafts, max(1, room - 1)):
+                rows.append(self._forward(self._ids([drafts[-1] if drafts else newest]), 1))
+                token, ends = answer.draft(rows[-1][0], drafts)
+                drafts.append(token)
+                if ends:
+                    break
+        if self._cache.exact_tokens == self._cache.get_seq_length():
+            return drafts, torch.cat(rows)  # each step has read every entry
+        drafts = drafts[: room - 1]  # the pass gives one token more
+        self._keep(begin)
+        return drafts, self.dense(self._ids([newest, *drafts]), len(drafts) + 1)
+
+    def _count(self, drafted: int, accepted: int) -> None:
+        """Counts a pass, and chooses how many tokens to draft next: twice as many where all were
+        right, half where not even half of them were.
+        """
+        work = self._work
+        work.passes, work.drafted = work.passes + 1, work.drafted + drafted
+        work.accepted += accepted
+        if accepted == drafted:
+            self._num_drafts = min(self._most_drafts, 2 * self._num_drafts)
+        elif 2 * accepted < drafted:
+            self._num_drafts = max(1, self._num_drafts // 2)
+
+    def _forward(self, tokens: Tensor, rows: int) -> Tensor:
+        """Logits [rows, V] float32 of the last of tokens [1, n], which the cache takes."""
+        keep = {"logits_to_keep": rows} if self._takes_rows else {}
+        model: Callable[..., Any] = self._model
+        logits: Tensor = model(tokens, **passing(self._cache), use_cache=True, **keep).logits
+        return logits[0, -rows:].to(dtype=torch.float32, device=tokens.device, copy=True)
+
+    def _ids(self, tokens: list[int]) -> Tensor:
+        return torch.tensor([tokens], device=self._model.device)
+
+    def _keep(self, count: int) -> None:
+        """The cache forgets all but its first `count` tokens; windows become as small as before."""
+        self._cache.crop(min(0, count - self._cache.get_seq_length()))
+
+    def _is_tie(self, logits: Tensor) -> bool:
+        """Whether the two best logits differ by no more than one rounding of the model's dtype."""
+        if not self._rounding:
+            return False
+        best, second = logits.topk(2).values.tolist()
+        return bool(best - second <= self._rounding * max(abs(best), abs(second)))
+
+
+def most_drafts_on(device: torch.device) -> int:
+    """Drafts of one verification at most, by default, for a model on a device."""
+    return MOST_DRAFTS_CPU if device.type == "cpu" else MOST_DRAFTS_GPU
+
+
+def check_exact(cache: TieredCache) -> None:
+    """Raises ConfigError where tokens of a cache cannot be full attention's."""
+    kv, name = cache.kv, cache.kv.config.method
+    method = kv.means.method
+    if any(_loses(method.of_layer(idx), idx) for idx in kv.layers):
+        raise ConfigError(
+            f"exact=True must have a method that keeps every entry as it is, got '{name}', which "
+            "drops or rounds some; take method='hybrid', or leave exact out"
+        )
+    if kv.means.prefill_error is not None:
+        raise ConfigError(
+            "exact=True must have prefill='exact', got sparse prefill, which leaves some of the "
+            "prompt unread; load the model with prefill='exact', or leave exact out"
+        )
+    if (stuck := next(stuck_layers(cache.layers), None)) is not None:
+        raise ConfigError(
+            f"exact=True must have a model from whose cache tokens can be taken back, got linear "
+            f"attention in layer {stuck}; leave exact out"
+        )
+
+
+def _loses(method: Method, layer_idx: int) -> bool:
+    return type(method).write is not Method.write or method.seal(layer_idx, ()).drops
+
+
+def drop_inexact(cache: TieredCache, num_tokens: int) -> None:
+    """Forgets tokens of earlier steps that left entries unread, to compute them again with the last
+    of `num_tokens` at least.
+    """
+    held = cache.get_seq_length()
+    exact = min(cache.exact_tokens, num_tokens - 1)
+    if 0 < exact < held and cache.can_crop:
+        cache.crop(exact - held)
+    elif exact < held:
+        with cache.in_use():
+            cache.start_over()
+
+
+@contextmanager
+def past_recorded(cache: TieredCache) -> Iterator[None]:
+    """A block in which sliding windows keep what comes back when newer tokens are cropped."""
+    windows = [layer for layer in cache.layers if hasattr(layer, "record_past")]
+    before = [layer.record_past for layer in windows]
+    recorded: Any = cache
+    recorded.activate_past_recording()
+    try:
+        yield
+    finally:
+        for layer, was in zip(windows, before, strict=True):
+            layer.record_past = was
