@@ -158,7 +158,6 @@ def test_no_size_changes_a_token(sizes: dict[str, Any]) -> None:
     ("architecture", "most", "top_k", "new"),
     [
         ("llama", 1, 2, 20),
-        ("gemma2", 1, 2, 12),
         ("gpt_oss", 3, 2, 12),
         ("llama", 50, 2, 56),
         ("gemma2", 50, 2, 56),
