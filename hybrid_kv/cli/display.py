@@ -20,6 +20,7 @@ from hybrid_kv.cli.options import OutputOptions
 if TYPE_CHECKING:
     from hybrid_kv.api import Generation
     from hybrid_kv.api.generation import PrefillProgress
+    from hybrid_kv.models.exact_steps import ExactWork
     from hybrid_kv.types import Work
 
 
@@ -72,11 +73,22 @@ def stats_line(generation: Generation, *, interrupted: bool) -> str:
         parts.append(f"TPOT {human_seconds(generation.tpot_ms / 1e3)}")
     if (lost := generation.prefill) is not None:
         parts.append(f"prefill read {percent(lost.density)} (error {percent(lost.error)})")
+    if (exact := generation.exact) is not None:
+        parts.append(_exact_words(exact))
     ratio = attended_ratio(generation.work)
     if ratio is not None:
         parts.append(f"attended {percent(ratio)}")
     parts.append(f"host KV {human_bytes(generation.host_kv_bytes)}")
     return ("interrupted: " if interrupted else "") + ", ".join(parts)
+
+
+def _exact_words(work: ExactWork) -> str:
+    """What exact decoding took, of which little is said where nothing was drafted."""
+    if not work.passes:
+        return "exact: every step read everything"
+    words = f"exact: {work.drafted:,} tokens drafted, {work.accepted:,} accepted in "
+    ties = f" ({work.ties:,} ties)" if work.ties else ""
+    return f"{words}{work.passes:,} passes{ties}"
 
 
 def note(text: str, output: OutputOptions) -> None:

@@ -15,6 +15,7 @@ from hybrid_kv.report import Environment, probe_environment
 from hybrid_kv.report.files import check_files, write_file
 from hybrid_kv.report.run import (
     AuditReport,
+    ExactReport,
     MemoryBytes,
     Percentiles,
     PhasesMs,
@@ -87,6 +88,7 @@ def describe_run(llm: LLM, model: str, outcome: Outcome, config: HybridConfig | 
         index=tuple(got.index),
         audit=None if got.audit is None else AuditReport.of(got.audit),
         prefill=None if got.prefill is None else PrefillReport.of(got.prefill),
+        exact=None if got.exact is None else ExactReport.of(got.exact),
         look_ahead=tuple(got.look_ahead),
         steps=tuple(got.steps),
         chat_template=got.chat_template,

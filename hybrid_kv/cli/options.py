@@ -313,6 +313,14 @@ class SamplingOptions:
             rich_help_panel=_SAMPLING,
         ),
     ] = None
+    exact: Annotated[
+        bool,
+        typer.Option(
+            "--exact",
+            help="Draft tokens by the method and verify them by full attention.",
+            rich_help_panel=_SAMPLING,
+        ),
+    ] = False
 
     def as_options(self) -> dict[str, Any]:
         """Keyword arguments of `LLM.generate`."""
@@ -320,6 +328,7 @@ class SamplingOptions:
             "max_new_tokens": self.max_new_tokens,
             "seed": self.seed,
             "stop": self.stop or [],
+            "exact": self.exact,
         }
         given = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
         given = {name: value for name, value in given.items() if value is not None}

@@ -81,7 +81,7 @@ class ExactDecoding:
         check_generation(generation_config)
         cache, most = self._cache, self._most_drafts or most_drafts_on(input_ids.device)
         steps = ExactSteps(model, cache, most, self.work)
-        run = _Run(steps, logits_processor, stopping_criteria, generation_config, self._streamer)
+        run = _Answer(steps, logits_processor, stopping_criteria, generation_config, self._streamer)
         drop_inexact(cache, input_ids.shape[1])
         with past_recorded(cache):
             return run.decode(input_ids, cache.get_seq_length())
@@ -102,7 +102,7 @@ def check_generation(config: GenerationConfig) -> None:
         )
 
 
-class _Run:
+class _Answer:
     """The answer of one call of an `ExactDecoding`; arguments as there."""
 
     def __init__(

@@ -14,6 +14,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, model_validator
 
 if TYPE_CHECKING:
+    from hybrid_kv.models.exact_steps import ExactWork
     from hybrid_kv.runtime.sparse_prefill import PrefillLoss
     from hybrid_kv.types import Work
     from hybrid_kv.watch.audit import Audit, Estimate
@@ -219,6 +220,20 @@ class PrefillReport(Group):
         return cls(**asdict(lost))
 
 
+class ExactReport(Group):
+    """Exact decoding; see `ExactWork`."""
+
+    passes: int
+    drafted: int
+    accepted: int
+    unverified: int
+    ties: int
+
+    @classmethod
+    def of(cls, work: ExactWork) -> ExactReport:
+        return cls(**asdict(work))
+
+
 class Run(Group):
     """One generation: its settings, its text and what it cost.
 
@@ -228,6 +243,7 @@ class Run(Group):
     the cache at last. index: what served each layer and
     KV head of the cold tier at the end, and why, and how far its build is. audit: null without one.
     prefill: what a block-sparse prefill read and lost, null where it was exact.
+    exact: what exact decoding took, null without it.
     look_ahead: whether each layer is searched ahead, and why not; empty for methods that never do.
     steps: by layer whether the last decode step was one call of the engine, and why not.
     chat_template: the first digits of the SHA-256 of the template that rendered the prompt, "none"
@@ -254,6 +270,7 @@ class Run(Group):
     index: tuple[dict[str, Any], ...] = ()
     audit: AuditReport | None = None
     prefill: PrefillReport | None = None
+    exact: ExactReport | None = None
     look_ahead: tuple[dict[str, Any], ...] = ()
     steps: tuple[dict[str, Any], ...] = ()
     chat_template: str = "none"

@@ -39,6 +39,18 @@ def test_json_holds_all_turns(model: Path) -> None:
     assert [turn.context_tokens for turn in report.turns] == [2, 2 + 4 + 2]
 
 
+def test_exact_turns_are_those_of_full_attention(model: Path) -> None:
+    few = [f"--set={one}" for one in ("page_size=4", "sink_tokens=4", "window_tokens=8", "top_k=2")]
+    words = ("chat", model, "--max-new-tokens", 9, "--json", "-")
+    lines = "the river " * 30 + "\nthe hill\n/stats\n"
+    whole = report_of(call(*words, "--method", "full", stdin=lines))
+    result = call(*words, *few, "--exact", stdin=lines)
+    found = report_of(result)
+    assert [turn.token_ids for turn in found.turns] == [turn.token_ids for turn in whole.turns]
+    assert all(turn.exact.passes > 0 for turn in found.turns)
+    assert "accepted in" in result.stderr
+
+
 @pytest.mark.parametrize("terminal", [True, False])
 def test_memory_that_runs_out_ends_an_answer_and_not_the_talk_at_a_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], terminal: bool

@@ -80,6 +80,22 @@ def test_a_chat_keeps_what_was_asked_and_the_file_does_not(model: Path, built: P
     assert sorted((path, path.stat().st_mtime_ns) for path in built.rglob("*")) == before
 
 
+@pytest.mark.parametrize("verb", ["ask", "chat"])
+def test_a_context_is_asked_exactly(model: Path, text: Path, tmp_path: Path, verb: str) -> None:
+    few = [f"--set={one}" for one in ("sink_tokens=16", "window_tokens=32")]
+    path = tmp_path / "few.hkv"
+    assert call("context", "build", model, text, "-o", path, "-q", *few).exit_code == 0
+    asked = ("context", verb, path, *([QUESTION] if verb == "ask" else []))
+    end = ("--max-new-tokens", 9, "--json", "-")
+    runs = [
+        report_of(call(*asked, *settings, *end, stdin=f"{QUESTION}\n"))
+        for settings in (["--set", "top_k=all"], ["--set", "top_k=2", "--exact"])
+    ]
+    whole, found = runs if verb == "ask" else (run.turns[0] for run in runs)
+    assert found.token_ids == whole.token_ids
+    assert found.exact.passes > 0
+
+
 def test_several_files_of_several_kinds_are_one_text(model: Path, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("the river.")
     (tmp_path / "b.md").write_text("the hill.")

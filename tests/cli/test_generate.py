@@ -33,6 +33,39 @@ def test_what_sparse_prefill_lost_is_told(model: Path) -> None:
     assert f"prefill read {lost.density:.1%} (error {lost.error:.1%})" in sparse.stderr
 
 
+FEW = ("--set", "page_size=4", "--set", "sink_tokens=4", "--set", "window_tokens=8")
+FEW = (*FEW, "--set", "top_k=2")
+
+
+def test_exact_decoding_is_told(model: Path) -> None:
+    asked = ("generate", model, "word " * 60, "--max-new-tokens", 12, "--json", "-")
+    plain = run_of(call(*asked, *FEW))
+    whole = run_of(call(*asked, "--method", "full"))
+    result = call(*asked, *FEW, "--exact")
+    run = run_of(result)
+    assert plain.exact is None
+    assert run.token_ids == whole.token_ids
+    work = run.exact
+    words = f"{work.drafted} tokens drafted, {work.accepted} accepted in {work.passes} passes"
+    assert f", exact: {words}, " in result.stderr
+    assert work.drafted >= work.accepted
+    assert work.passes > 0
+
+
+def test_exact_decoding_that_needs_no_pass_says_so(model: Path) -> None:
+    result = call("generate", model, PROMPT, "--max-new-tokens", 4, "--method", "full", "--exact")
+    assert "exact: every step read everything" in result.stderr
+    assert result.exit_code == 0
+
+
+def test_a_method_that_drops_entries_is_refused_with_exact(model: Path) -> None:
+    result = call("generate", model, PROMPT, "--method", "streaming_llm", "--exact")
+    assert result.exit_code == 2
+    assert (
+        "must have a method that keeps every entry as it is, got 'streaming_llm'" in result.stderr
+    )
+
+
 def test_quiet_leaves_stderr_empty(model: Path) -> None:
     assert call("generate", model, PROMPT, "--max-new-tokens", 2, "--quiet").stderr == ""
 

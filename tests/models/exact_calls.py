@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 import hybrid_kv as hkv
 from hybrid_kv.api.generation import Generation
 from hybrid_kv.api.turn import Turn
-from hybrid_kv.models.exact_decoding import ExactWork
+from hybrid_kv.models.exact_steps import ExactWork
 from tests.contracts.edges.calls import prompt
 
 PROMPT = 90

@@ -212,3 +212,16 @@ def test_a_graph_outside_of_a_step_is_an_error(graphs: Graphs) -> None:
         q = torch.zeros(1, 6, 1, 8)
         with pytest.raises(IntegrityError, match="outside of a decode step"):
             steps.attend(0, q, q[:, :2], q[:, :2], 1.0, None)
+
+
+def test_exact_decoding_drafts_by_compiled_steps(graphs: Graphs) -> None:
+    model, ids = llama(num_hidden_layers=2), prompt()
+    few = {**TIERED, "cold": {"top_k": 2, "index": "flat"}}
+    with hkv.load(model, config="full") as llm:
+        want = llm.generate(ids, max_new_tokens=12).token_ids
+    with hkv.load(model, config=hkv.HybridConfig(**few, compile_decode=True)) as llm:
+        found = llm.generate(ids, max_new_tokens=12, exact=True)
+    assert found.token_ids == want
+    assert found.exact is not None
+    assert found.exact.passes > 0
+    assert graphs.made > 0

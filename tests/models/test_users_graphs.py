@@ -223,3 +223,14 @@ def test_what_the_user_compiled_is_there_after_the_attachment() -> None:
         model(prompt(), **passing(runtime.cache()))
     assert model.forward is theirs
     torch.testing.assert_close(model(prompt()).logits, want, **CLOSE)
+
+
+def test_exact_decoding_verifies_with_a_compiled_model(want: list[Tensor]) -> None:
+    """Passes of several tokens after steps of one, which are cropped."""
+    settings = {"method": "hybrid", "cold.top_k": 2, **SMALL}
+    model = layer_by_layer(small("llama"), backend="eager", dynamic=True)
+    with hkv.load(model, config=settings) as llm:
+        found = llm.generate(prompt(), exact=3, max_new_tokens=8)
+    assert found.token_ids == want[1][0, -8:].tolist()
+    assert found.exact is not None
+    assert found.exact.drafted > found.exact.accepted > 0

@@ -240,18 +240,25 @@ def test_a_block_that_is_cut_off_or_gone_is_refused(llm: hkv.LLM, saved: Path, n
 
 def test_a_newer_version_is_refused(llm: hkv.LLM, saved: Path) -> None:
     path = saved / "manifest.json"
-    path.write_text(path.read_text().replace('"version": 3', '"version": 4', 1))
-    with pytest.raises(FileFormatError, match="format version 4, this package reads 1 to 3"):
+    path.write_text(path.read_text().replace('"version": 4', '"version": 5', 1))
+    with pytest.raises(FileFormatError, match="format version 5, this package reads 1 to 4"):
         llm.open(saved)
 
 
-@pytest.mark.parametrize(("version", "later"), [(1, ("windows", "states")), (2, ("states",))])
+@pytest.mark.parametrize(
+    ("version", "later"),
+    [
+        (1, ("windows", "states", "inexact_from")),
+        (2, ("states", "inexact_from")),
+        (3, ("inexact_from",)),
+    ],
+)
 def test_a_context_of_an_earlier_version_is_opened(
     llm: hkv.LLM, saved: Path, version: int, later: tuple[str, ...]
 ) -> None:
     rewrite(saved, lambda content: [content.pop(name) for name in later])
     path = saved / "manifest.json"
-    path.write_text(path.read_text().replace('"version": 3', f'"version": {version}', 1))
+    path.write_text(path.read_text().replace('"version": 4', f'"version": {version}', 1))
     llm.open(saved).close()
 
 
@@ -298,7 +305,7 @@ def test_a_file_of_another_program_is_refused(
     file.write_text("{}")
     folder.mkdir()
     foreign.mkdir()
-    (foreign / "manifest.json").write_text('{"version": 3}')
+    (foreign / "manifest.json").write_text('{"version": 4}')
     for path in (file, folder, foreign):
         with pytest.raises(FileFormatError, match="is no saved context of hybrid_kv"):
             llm.open(path)

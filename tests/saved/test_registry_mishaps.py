@@ -167,7 +167,7 @@ DAMAGE: dict[str, tuple[Any, str]] = {
     "gone": (lambda p: (blocks_of(p) / "layer-0000.safetensors").unlink(), "is not there|not as"),
     "version": (
         lambda p: (p / "manifest.json").write_text(
-            (p / "manifest.json").read_text().replace('"version": 3', '"version": 9', 1)
+            (p / "manifest.json").read_text().replace('"version": 4', '"version": 9', 1)
         ),
         "has format version 9",
     ),
