@@ -374,7 +374,7 @@ class PageOps(ChosenBackend):
     def append_at(
         self, pages: PagedKV, k: Tensor, v: Tensor, numbers: Tensor, table: Tensor
     ) -> None:
-        """Stores a token k, v [Hkv, D] where the device is told; see `reference_pages.append_at`."""
+        """Stores a token k, v [Hkv, D] where the device is told; as `reference_pages.append_at`."""
         self._take(op.APPEND_AT, pages.k)(pages, k, v, numbers, table)
 
     def choose_listed(
