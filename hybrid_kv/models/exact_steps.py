@@ -52,7 +52,7 @@ class ExactWork:
     ties: int = 0
 
 
-class Answer(Protocol):
+class AnswerTokens(Protocol):
     """Chooses the tokens of an answer."""
 
     def drafting(self) -> AbstractContextManager[None]:
@@ -97,7 +97,7 @@ class ExactSteps:
         finally:
             kv.more_prompt = False
 
-    def advance(self, newest: int, room: int, answer: Answer) -> bool:
+    def advance(self, newest: int, room: int, answer: AnswerTokens) -> bool:
         """One draft and its verification, which give at least one token; whether the answer ends.
 
         Whatever is raised, the cache then holds what was taken, but for the newest token.
@@ -127,7 +127,7 @@ class ExactSteps:
             self._num_drafts = 1
         return has_ended
 
-    def _verified(self, newest: int, room: int, answer: Answer) -> tuple[list[int], Tensor]:
+    def _verified(self, newest: int, room: int, answer: AnswerTokens) -> tuple[list[int], Tensor]:
         """Drafts, and full attention's logits [n, V] of their places and, if that took a pass, of
         the place behind them.
         """

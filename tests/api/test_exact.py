@@ -161,6 +161,23 @@ def test_a_turn_that_fails_is_forgotten(plain: PreTrainedModel, before: bool) ->
     assert found[0] == found[1]
 
 
+def test_a_turn_that_is_interrupted_before_its_prompt_is_there_again(plain: Any) -> None:
+    """Regression: the cache was said to be back where it was, without what had been forgotten."""
+    with loaded(plain, small()) as llm:
+        found = []
+        for interrupted in (False, True):
+            talk = llm.conversation(raw=True)
+            talk.send(TURNS[0], max_new_tokens=NEW)
+            if interrupted:
+                hook = plain.model.layers[1].register_forward_pre_hook(lambda *_: _interrupt())
+                with pytest.raises(KeyboardInterrupt):
+                    talk.send("elm elm", exact=True)
+                hook.remove()
+                cache_of(talk).check_integrity()
+            found.append(talk.send(TURNS[1], exact=True, max_new_tokens=NEW).token_ids)
+    assert found[0] == found[1]
+
+
 def test_a_turn_that_is_cancelled_while_its_prompt_is_computed_again(
     plain: PreTrainedModel,
 ) -> None:
@@ -260,6 +277,27 @@ def test_a_question_that_fails_leaves_the_context_as_it_was(
         assert context.ids.shape[1] == cache_of(context).get_seq_length() == length
         assert cache_of(context).exact_tokens == exact
         assert context.ask(QUESTIONS[2], exact=True, max_new_tokens=NEW).token_ids == whole
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("architecture", ["llama", "gemma2"])
+def test_a_context_that_is_interrupted_while_it_is_read_again(
+    architecture: str, keep: bool
+) -> None:
+    """Regression: what it had forgotten did not come back, and it was closed."""
+    model: Any = build(architecture)
+    with hkv.load(model, config=small()) as llm, llm.context(ids()) as context:
+        context.ask(QUESTIONS[0], keep=True, max_new_tokens=NEW)
+        length, exact = context.ids.shape[1], cache_of(context).exact_tokens
+        whole = context.ask(QUESTIONS[2], max_new_tokens=NEW).token_ids
+        hook = model.model.layers[1].register_forward_pre_hook(lambda *_: _interrupt())
+        with pytest.raises(KeyboardInterrupt):
+            context.ask(QUESTIONS[1], exact=True, keep=keep)
+        hook.remove()
+        cache_of(context).check_integrity()
+        assert cache_of(context).get_seq_length() == length
+        assert cache_of(context).exact_tokens == exact
+        assert context.ask(QUESTIONS[2], max_new_tokens=NEW).token_ids == whole
 
 
 def test_a_cut_context_is_exact_up_to_where_it_was_cut() -> None:
