@@ -9,7 +9,8 @@
 thread: milliseconds of a step of `full`, of a draft by the method, and of dense passes of some
 numbers of tokens. From these, by the acceptance given, the time of a token over that of `full`.
 `texts`: SmolLM2 in float32 continues texts, greedily: tokens of `exact=True` against those of
-`full`, and how many drafts were accepted. `needle`: the same for answers of `needle`, and seconds.
+`full`, and how many drafts were accepted. `needle`: answers about records in a
+long context that are those of `full`.
 Stdout is one JSON document.
 """
 
@@ -19,6 +20,7 @@ import argparse
 import sys
 import time
 from collections.abc import Iterator
+from operator import eq
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -35,8 +37,9 @@ from benchmarks.texts.make import TEXTS
 from benchmarks.texts.run import in_rounds, prompt_of
 from hybrid_kv.config import HybridConfig
 from hybrid_kv.eval.filling import SyntheticContext
-from hybrid_kv.eval.needle import is_correct, make_sample
+from hybrid_kv.eval.needle import Sample, is_correct, make_sample
 from hybrid_kv.models.cache_layers import hybrid_layers
+from hybrid_kv.models.exact_steps import ExactWork
 from hybrid_kv.models.forwards import passing
 from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.report.compact import compact
@@ -134,15 +137,35 @@ def texts(options: argparse.Namespace) -> Iterator[Row]:
 def needle(options: argparse.Namespace) -> Iterator[Row]:
     """Rows of `needle`."""
     for tokens in map(int, options.tokens.split(",")):
-        samples = [make_sample(tokens, seed=seed) for seed in range(options.samples)]
-        with hkv.load("needle", config="full") as llm:
-            full = [answer(llm, list(map(int, one.context)), options) for one in samples]
-        for config in settings(options):
-            with hkv.load("needle", config=config) as llm:
-                for sample, right in zip(samples, full, strict=True):
-                    ids = list(map(int, sample.context))
-                    row = compared(llm, ids, right, options)
-                    yield told({"tokens": tokens, "correct": is_correct, **row})
+        sample = make_sample(
+            "key_value", tokens, num_records=128, num_questions=options.questions, seed=0
+        )
+        full, _ = answers(sample, {"method": "full"}, exact=False)
+        for keys in (8, 128):
+            config = {"method": "hybrid", "top_k": keys, "index_build": "wait"}
+            alone, _ = answers(sample, config, exact=False)
+            found, works = answers(sample, config, exact=True)
+            yield told(
+                {
+                    **{"tokens": tokens, "keys": keys, "answers": len(full)},
+                    "right": sum(map(is_correct, sample.questions, found)),
+                    "equal to full": sum(map(eq, found, full)),
+                    "method alone": sum(map(eq, alone, full)),
+                    "accepted": sum(w.accepted for w in works) / sum(w.drafted for w in works),
+                }
+            )
+
+
+def answers(
+    sample: Sample, config: dict[str, Any], *, exact: bool
+) -> tuple[list[list[int]], list[ExactWork]]:
+    """Answers to all questions about one context, and what exact decoding took."""
+    found, ids = [], sample.context.tolist()
+    with hkv.load("needle", dtype="float32", config=config) as llm, llm.context(ids) as context:
+        for question in sample.questions:
+            asked = len(question.answer)
+            found.append(context.ask(list(question.ids), max_new_tokens=asked, exact=exact))
+    return [one.token_ids for one in found], [one.exact for one in found if one.exact is not None]
 
 
 def settings(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -163,13 +186,13 @@ def compared(
     """Tokens of exact decoding and of the method alone against those of `full`."""
     row: Row = {"new": options.new}
     alone = answer(llm, ids, options)
-    row["method alone differs from"] = first_other(alone.token_ids, right.token_ids)
+    row["method alone differs at"] = first_other(alone.token_ids, right.token_ids)
     for drafts in map(int, options.drafts.split(",")):
         found = llm.generate(ids, max_new_tokens=options.new, eos_token_id=[], exact=drafts)
         work = found.exact
         assert work is not None
         row |= {
-            f"differs from, {drafts}": first_other(found.token_ids, right.token_ids),
+            f"differs at, {drafts}": first_other(found.token_ids, right.token_ids),
             f"accepted, {drafts}": work.accepted / max(1, work.drafted),
             f"tokens a pass, {drafts}": (options.new - 1) / max(1, work.passes),
             f"of full, {drafts}": found.tpot_ms / right.tpot_ms,
@@ -199,15 +222,16 @@ def main() -> None:
             own.add_argument("--tokens", default="32768")
         if way is cost:
             own.add_argument("--weights", default="bfloat16")
-            own.add_argument("--budget", type=float, default=0.02)
+            own.add_argument("--budget", type=float, default=0.001)
             own.add_argument("--agreement", type=float, default=0.987)
             own.add_argument("--rounds", type=int, default=8)
+        elif way is needle:
+            own.add_argument("--questions", type=int, default=32)
         else:
             own.add_argument("--budgets", default="0.02")
             own.add_argument("--least", type=int, default=128)
             own.add_argument("--context", type=int, default=4096)
             own.add_argument("--new", type=int, default=128)
-            own.add_argument("--samples", type=int, default=8)
     options = parser.parse_args()
     rows = list(options.run(options))
     document = {

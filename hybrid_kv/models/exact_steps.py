@@ -27,6 +27,7 @@ from hybrid_kv.errors import ConfigError
 from hybrid_kv.models.cache_state import stuck_layers
 from hybrid_kv.models.forwards import passing
 from hybrid_kv.models.hf_cache import TieredCache
+from hybrid_kv.models.packed_linear import PackedLinear
 from hybrid_kv.plugins import Method
 
 MOST_DRAFTS_CPU, MOST_DRAFTS_GPU = 7, 32
@@ -86,7 +87,7 @@ class ExactSteps:
         self._model, self._cache, self._work = model, cache, work
         self._most_drafts = self._num_drafts = most_drafts
         self._takes_rows = "logits_to_keep" in signature(model.forward).parameters
-        self._rounding = torch.finfo(model.dtype).eps if model.dtype.itemsize < 4 else 0.0
+        self._rounding = _rounding_of(model)
 
     def dense(self, tokens: Tensor, rows: int) -> Tensor:
         """Logits as of `_forward`, by attention to every entry of both tiers."""
@@ -177,6 +178,16 @@ class ExactSteps:
             return False
         best, second = logits.topk(2).values.tolist()
         return bool(best - second <= self._rounding * max(abs(best), abs(second)))
+
+
+def _rounding_of(model: PreTrainedModel) -> float:
+    """Relative rounding of a model's products: of 16 bits, also where weights are packed and
+    activations become 8-bit codes; 0 for float32.
+    """
+    packed = [part for part in model.modules() if isinstance(part, PackedLinear)]
+    if any(not part.exact for part in packed):
+        return torch.finfo(torch.bfloat16).eps
+    return torch.finfo(model.dtype).eps if model.dtype.itemsize < 4 else 0.0
 
 
 def most_drafts_on(device: torch.device) -> int:
