@@ -26,8 +26,8 @@ _NOTHING = (0, 0, 0)
 class Begun(NamedTuple):
     """A step whose call of the engine has still to be made.
 
-    new: its token, if that call stores it. resident: tokens attended in pages. estimated: takes the
-    log-sum-exp of what is estimated. begin: the moment at which it began.
+    new: its token, if that call stores it. resident: tokens attended in pages. estimated, half: see
+    `LayerPlan.tell`. begin: the moment at which it began.
     """
 
     step: Step
@@ -35,6 +35,7 @@ class Begun(NamedTuple):
     done: StepResult
     resident: int
     estimated: Tensor | None
+    half: Tensor | None
     begin: Any
 
 
@@ -108,8 +109,10 @@ class EnginePlan:
             row.length += 1
         try:
             resident = self._choose_pages()
-            estimated = None if step.found is None else self._estimated(step)
             searched, told, asked = self._searched, self.told, step.asked
+            estimated = half = None
+            if step.found is not None and searched is not None:
+                estimated, half = searched.estimated(step), torch.empty(step.grouped.shape[1:3])
             done = told.tell(
                 step.q,
                 tail_fill=self._table.tail_fill,
@@ -119,11 +122,12 @@ class EnginePlan:
                 warm=None if searched is None else searched.ask(told, step),
                 found=None if asked is None else (asked.ids, asked.scores),
                 estimated=estimated,
+                half=half,
             )
         except BaseException:
             self._forget(new)
             raise
-        return Begun(step, new, done, resident, estimated, begin)
+        return Begun(step, new, done, resident, estimated, half, begin)
 
     def take_back(self, begun: Begun) -> None:
         """The engine has not made the step: its token has no place."""
@@ -138,7 +142,7 @@ class EnginePlan:
             count_cold(step.work, stored * step.layer.shape.num_q_heads, stored)
             step.work.cold_bytes += stored * heads * self.told.entry_bytes
         if searched is not None:
-            searched.take_up(self.told, step, row, done, begun.estimated)
+            searched.take_up(self.told, step, row, done, begun.estimated, begun.half)
         times = done.report
         step.phases.book_parts(
             begun.begin,
@@ -156,9 +160,6 @@ class EnginePlan:
         if new is not None:
             self._row.length -= 1
             self._table.truncate(self._table.num_tokens - 1)
-
-    def _estimated(self, step: Step) -> Tensor | None:
-        return None if self._searched is None else self._searched.estimated(step)
 
     def _choose_pages(self) -> int:
         """Says which pages are attended; returns how many tokens are."""
@@ -284,6 +285,7 @@ class SearchedEntries(NamedTuple):
         row: Row,
         done: StepResult,
         estimated: Tensor | None,
+        half: Tensor | None = None,
     ) -> None:
         """Keeps what was found, for the next searches and for who looks at it."""
         assert done.ids is not None
@@ -301,7 +303,7 @@ class SearchedEntries(NamedTuple):
             ]
             step.found[row.number] = (
                 self.budget,
-                Retrieved(found, done.report.scored, estimated=estimated),
+                Retrieved(found, done.report.scored, estimated=estimated, half=half),
             )
 
     def numbered(self, found: Sequence[SearchResult]) -> Tensor:
