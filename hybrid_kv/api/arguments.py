@@ -42,6 +42,7 @@ class GenerateOptions(TypedDict, total=False):
     seed: int | None
     on_prefill: Callable[[int, int], None] | None
     cancel: Event | None
+    token_errors: bool
 
     generation_config: GenerationConfig | None
     logits_processor: LogitsProcessorList | None
@@ -125,8 +126,7 @@ def check_load_options(given: Mapping[str, Any]) -> None:
         whole_number("layers", given["layers"])
     random_seed(given.get("seed"))
     for name in ("dequantize", "exact_products"):
-        if not isinstance(given.get(name, False), bool):
-            raise ConfigError(f"{name} must be True or False, got {said(given[name])}")
+        truth(name, given.get(name, False))
 
 
 def generate_options(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -174,6 +174,17 @@ def whole_number(name: str, value: object, least: int = 1) -> int:
     if number < least:
         raise ConfigError(f"{name} must be at least {least}, got {number}")
     return number
+
+
+def truth(name: str, value: object) -> bool:
+    """True or False.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name} must be True or False, got {said(value)}")
+    return value
 
 
 def random_seed(value: object) -> int | None:

@@ -25,6 +25,7 @@ from hybrid_kv.watch.audit import Audit
 
 if TYPE_CHECKING:
     from hybrid_kv.runtime.sparse_prefill import PrefillLoss
+    from hybrid_kv.watch.token_errors import TokenError
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,8 @@ class Generation:
     where prefill is exact, the prompt was shorter than two key blocks or came from a file.
     chat_template: the first digits of the SHA-256 of the template that rendered the prompt, "none"
     for raw text. reused_tokens: of the prompt, taken from `cache_dir` and not computed.
+    token_errors: of each of `token_ids` how far its distribution may be from full attention's; None
+    where it was not asked for.
     """
 
     text: str
@@ -75,6 +78,7 @@ class Generation:
     prefill: PrefillLoss | None = field(default=None, repr=False)
     chat_template: str = NO_TEMPLATE
     reused_tokens: int = 0
+    token_errors: list[TokenError] | None = field(default=None, repr=False)
 
 
 class TokenClock(BaseStreamer):
