@@ -293,14 +293,10 @@ class SearchedEntries(NamedTuple):
             return
         parts = [done.ids] if len(self.spans) == 1 else self._by_span(done.ids)
         for span, part in zip(self.spans, parts, strict=True):
-            span.near = (
-                part if part.shape[2] <= self.budget.width else part[..., : self.budget.width]
-            )
+            span.near = part[..., : self.budget.width]
         if step.found is not None:
-            found = [
-                RetrievedPart(span.extent, part)
-                for span, part in zip(self.spans, parts, strict=True)
-            ]
+            pairs = zip(self.spans, parts, strict=True)
+            found = [RetrievedPart(span.extent, part) for span, part in pairs]
             step.found[row.number] = (
                 self.budget,
                 Retrieved(found, done.report.scored, estimated=estimated, half=half),

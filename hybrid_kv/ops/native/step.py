@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from ctypes import (
-    addressof,
-    byref,
-    c_int32,
-)
+from ctypes import addressof, byref, c_int32
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
