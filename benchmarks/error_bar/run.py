@@ -6,10 +6,10 @@
     python benchmarks/error_bar/cost.py                        # a step with and without
 
 SmolLM2-135M (extra smollm2, float32) reads the first tokens of a text exactly, 2K, 3K, 4K or 6K of
-them in turn, and full attention goes on greedily. The same tokens then pass through `hybrid` at each
-budget, one by one; of each the CSV has the KL divergence from full attention and whether the most
-probable token is another one, with half, entropy and margin as `generate(..., token_errors=True)`
-sees them. Texts come in rounds of the eight kinds.
+them in turn, and full attention goes on greedily. The same tokens then pass through `hybrid` at
+each budget, one by one. Of each the CSV has the KL divergence from full attention and whether the
+most probable token is another one, with half, entropy and margin as `token_errors` of `generate`
+has them. Texts come in rounds of the eight kinds.
 """
 
 from __future__ import annotations
