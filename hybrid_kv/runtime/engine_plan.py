@@ -112,7 +112,8 @@ class EnginePlan:
             searched, told, asked = self._searched, self.told, step.asked
             estimated = half = None
             if step.found is not None and searched is not None:
-                estimated, half = searched.estimated(step), torch.empty(step.grouped.shape[1:3])
+                estimated, shape = searched.estimated(step), step.layer.shape
+                half = torch.empty(shape.num_kv_heads, shape.group_size)
             done = told.tell(
                 step.q,
                 tail_fill=self._table.tail_fill,
@@ -276,7 +277,8 @@ class SearchedEntries(NamedTuple):
         """[Hkv, M]: where a call says what it estimates for a row; None where nobody looks."""
         if step.found is None or self.budget.form is None:
             return None
-        return torch.empty(step.grouped.shape[1:3])
+        shape = step.layer.shape
+        return torch.empty(shape.num_kv_heads, shape.group_size * step.new)
 
     def take_up(
         self,
@@ -292,21 +294,19 @@ class SearchedEntries(NamedTuple):
         if not plan.begins_warm and step.found is None:  # nearly every step
             return
         parts = [done.ids] if len(self.spans) == 1 else self._by_span(done.ids)
+        width = self.budget.width
         for span, part in zip(self.spans, parts, strict=True):
-            span.near = part[..., : self.budget.width]
+            span.near = part if part.shape[2] <= width else part[..., :width]
         if step.found is not None:
             pairs = zip(self.spans, parts, strict=True)
             found = [RetrievedPart(span.extent, part) for span, part in pairs]
-            step.found[row.number] = (
-                self.budget,
-                Retrieved(found, done.report.scored, estimated=estimated, half=half),
-            )
+            retrieved = Retrieved(found, done.report.scored, estimated=estimated, half=half)
+            step.found[row.number] = self.budget, retrieved
 
     def numbered(self, found: Sequence[SearchResult]) -> Tensor:
         """Ids of what was found, by extent, as those of one call."""
-        firsts = self._firsts()[: len(found)]
-        moved = [_moved(part.ids, first) for part, first in zip(found, firsts, strict=True)]
-        return torch.cat(moved, -1)
+        pairs = zip(found, self._firsts(), strict=False)  # of the first extents
+        return torch.cat([_moved(part.ids, first) for part, first in pairs], -1)
 
     def _firsts(self) -> list[int]:
         """By extent the number of its first entry."""

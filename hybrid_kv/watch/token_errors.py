@@ -255,7 +255,7 @@ class HalfWatcher:
     """Collects `half` over the layers of a forward, as a `StepWatcher` of a cache of one row."""
 
     def __init__(self) -> None:
-        self._means: list[Tensor] = []
+        self._halves: list[Tensor] = []
 
     def wants(self, layer_idx: int, q: Tensor) -> bool:
         """All steps of all layers."""
@@ -263,9 +263,9 @@ class HalfWatcher:
 
     def add(self, step: WatchedStep, part: PartialAttention) -> None:
         """Takes the step of a layer."""
-        self._means.append(half_of(step, part).mean())
+        self._halves.append(half_of(step, part))
 
     def take(self) -> float:
         """Mean over heads and layers since the last call; 0 where everything was read."""
-        means, self._means = self._means, []
-        return float(torch.stack(means).mean()) if means else 0.0
+        halves, self._halves = self._halves, []
+        return float(torch.cat([one.flatten() for one in halves]).mean()) if halves else 0.0

@@ -460,8 +460,18 @@ void Step::attend_found(Scratch &own, int64_t head) {
     for (int64_t i = 0; i < found.count; ++i) weights[i] = found.share * weights[i] / found.total;
     for (int64_t i = 0; has_tails && i < found.count; ++i)
       weights[i] -= own.discounts[shared_.searches.extent_of(ids[i]) * lines + line];
-    for (int64_t i = 0; i < found.count; ++i)
-      own.rows.add(line, static_cast<uint32_t>(ids[i]), weights[i], row_of);
+  }
+  for (int64_t query = 0; query < num_queries; ++query) {
+    const int64_t count = own.found[query].count, half = query + num_queries;
+    const int64_t both = lines > num_queries ? own.found[half].count : 0;  // they come first
+    const int64_t *ids = step_.ids + (row + query) * width;
+    const float *weights = own.logits.data() + query * weights_step();
+    const float *halves = both == 0 ? nullptr : own.logits.data() + half * weights_step();
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t place =
+          own.rows.add(query, static_cast<uint32_t>(ids[i]), weights[i], row_of);
+      if (i < both) own.rows.weigh(place, half, halves[i]);
+    }
   }
   own.rows.sum<Element>(value_dim(), own.sums.data());
   int64_t retrieved = 0, most = 0;

@@ -90,7 +90,7 @@ def test_half_is_that_of_the_step_that_gave_the_token(
     taken = token_errors.HalfWatcher.take
 
     def take(self: Any) -> float:
-        halves.append([float(one) for one in self._means])
+        halves.append([float(one.mean()) for one in self._halves])
         return taken(self)
 
     monkeypatch.setattr(token_errors.HalfWatcher, "take", take)
@@ -214,7 +214,10 @@ def test_every_method_serves_or_is_refused_by_name(plain: PreTrainedModel, name:
 
 def test_layers_of_different_methods_are_asked_one_by_one(plain: PreTrainedModel) -> None:
     search = {"method": "flat", "cold": {"top_k": 4}, "sink_tokens": 4, "window_tokens": 8}
-    for other, is_served in (({"method": "full"}, True), ({"method": "quest"}, False)):
+    for other, is_served in (
+        ({"method": "full"}, True),
+        ({"method": "quest", "dense_layers": 0}, False),
+    ):
         config = {"method": "by_layer", "page_size": 4, "layers": {"0": search, "rest": other}}
         with hkv.load(plain, config=config, tokenizer=tokenizer()) as llm:
             if not is_served:
