@@ -118,7 +118,7 @@ def why_unknown(place: Placement, read: Read, *, as_is: bool) -> str | None:
 # A step's half -----------------------------------------------------------------------------------
 
 
-class WatchedStep(Protocol):
+class HalvedStep(Protocol):
     """A decode step of one layer, as `half_of` reads it; see `runtime.step.Step`.
 
     grouped: the queries [B, Hkv, G * T, D]. found: by row, what was retrieved under which budget.
@@ -138,7 +138,7 @@ class WatchedStep(Protocol):
     def found(self) -> dict[int, tuple[TokenBudget, Retrieved]] | None: ...
 
 
-def half_of(step: WatchedStep, part: PartialAttention, row: int = 0) -> Tensor:
+def half_of(step: HalvedStep, part: PartialAttention, row: int = 0) -> Tensor:
     """`half` of the last token of a step, by query head: [Hkv, G] float32 on the host.
 
     Args:
@@ -167,7 +167,7 @@ class _Halving:
 
     def __init__(
         self,
-        step: WatchedStep,
+        step: HalvedStep,
         row: Row,
         budget: TokenBudget,
         q: Tensor,
@@ -261,7 +261,7 @@ class HalfWatcher:
         """All steps of all layers."""
         return True
 
-    def add(self, step: WatchedStep, part: PartialAttention) -> None:
+    def add(self, step: HalvedStep, part: PartialAttention) -> None:
         """Takes the step of a layer."""
         self._halves.append(half_of(step, part))
 
