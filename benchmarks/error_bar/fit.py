@@ -190,9 +190,9 @@ def main() -> None:
 
 
 _KEPT = (
-    *("kl", "flips", "coverage", "worst_coverage", "width", "flip_auc_risk"),
+    *("kl", "flips", "coverage", "worst_coverage", "width", "bar_above", "kl_left"),
     *("kl_auc half^2 entropy", "kl_auc entropy", "kl_auc margin"),
-    *("flip_auc half / margin", "flip_auc margin", "flip_auc entropy"),
+    *("flip_auc_risk", "flip_auc margin"),
 )
 """Of a line, in the document."""
 
