@@ -13,6 +13,8 @@ from hybrid_kv.config import HybridConfig
 from hybrid_kv.ops.native import engine_state
 from hybrid_kv.plugins import Placement
 from hybrid_kv.runtime import KVCache
+from hybrid_kv.transfer import SyncExecutor
+from hybrid_kv.transfer.cuda import CudaExecutor
 from hybrid_kv.types import Demotion, LayerShape, ModelInfo, PartialAttention, Read, TokenBudget
 from hybrid_kv.watch.token_errors import (
     CALIBRATION,
@@ -61,10 +63,12 @@ class Seen:
 class Scene:
     """A cache that is watched, and all that its last row ever stored."""
 
-    def __init__(self, dtype: torch.dtype = torch.float32, **settings: Any) -> None:
+    def __init__(
+        self, dtype: torch.dtype = torch.float32, executor: Any = None, **settings: Any
+    ) -> None:
         torch.manual_seed(3)
         sizes = {"page_size": 4} if settings["method"] == "full" else SIZES
-        self.kv = KVCache(ModelInfo((SHAPE,)), HybridConfig(**{**sizes, **settings}))
+        self.kv = KVCache(ModelInfo((SHAPE,)), HybridConfig(**{**sizes, **settings}), executor)
         self.seen, self.dtype = Seen(), dtype
         self.k = self.v = torch.zeros(SHAPE.num_kv_heads, 0, SHAPE.head_dim)
         self.q = torch.zeros(0)
@@ -224,6 +228,20 @@ def test_the_second_row_and_the_last_of_several_tokens(name: str) -> None:
     scene.feed(3, rows=2)
     assert scene.seen.halves[-1].shape == (SHAPE.num_kv_heads, SHAPE.group_size)
     close(scene.seen.halves[-1], scene.expected(COLD[name]["estimate"]))
+
+
+@pytest.mark.parametrize("name", COLD)
+def test_a_device_that_selects_by_itself(name: str) -> None:
+    """Its memory is the host's here."""
+    executor = CudaExecutor(SyncExecutor(), lambda _: None, lambda _: None)
+    cold = {"top_k": 9, "select": "device", "index": {"kind": "sketch"}, **COLD[name]}
+    scene = Scene(method="retrieval_attention", executor=executor, cold=cold).begin(300)
+    assert held(scene.kv).extents[0].index.selector is not None
+    for _ in range(2):
+        scene.feed(1)
+        assert not scene.seen.is_told[-1]
+        assert bool((scene.seen.found[-1][0] >= 0).sum(-1).eq(9).all())
+        close(scene.seen.halves[-1], scene.expected(COLD[name]["estimate"]))
 
 
 def test_what_is_cut_by_weight_is_halved_as_it_is_read() -> None:
