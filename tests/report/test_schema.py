@@ -38,6 +38,7 @@ RUN_KEYS = [
     "index",
     "audit",
     "prefill",
+    "token_errors",
     "look_ahead",
     "steps",
     "chat_template",
