@@ -182,14 +182,14 @@ def main() -> None:
     constants = {"kl": kl, "kl_bar": bar, "flip": weights}
     texts = len(np.unique(rows.text))
     kept = {
-        budget: {name: value for name, value in line.items() if name in _KEPT}
+        budget: {name: value for name, value in line.items() if name in SUMMED}
         for budget, line in found.items()
     }
     document = {"benchmark": "error_bar", "texts": texts, "constants": constants, "rows": kept}
     print(compact(document), end="")
 
 
-_KEPT = (
+SUMMED = (
     *("kl", "flips", "coverage", "worst_coverage", "width", "bar_above", "kl_left"),
     *("kl_auc half^2 entropy", "kl_auc entropy", "kl_auc margin"),
     *("flip_auc_risk", "flip_auc margin"),

@@ -64,7 +64,7 @@ def test_lines_by_budget(rows: Rows) -> None:
     assert found["1%"]["tokens"] + found["2%"]["tokens"] == found["all"]["tokens"]
     assert found["all"]["coverage"] == pytest.approx(0.9, abs=0.03)
     assert found["all"]["worst_coverage"] <= found["all"]["coverage"]
-    assert set(fit._KEPT) <= found["all"].keys()
+    assert set(fit.SUMMED) <= found["all"].keys()
 
 
 def test_rows_come_from_a_csv_that_is_gone_on_with(tmp_path: Path) -> None:
