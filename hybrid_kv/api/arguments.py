@@ -43,6 +43,7 @@ class GenerateOptions(TypedDict, total=False):
     on_prefill: Callable[[int, int], None] | None
     cancel: Event | None
     exact: bool | int
+    token_errors: bool
 
     generation_config: GenerationConfig | None
     logits_processor: LogitsProcessorList | None
@@ -126,8 +127,7 @@ def check_load_options(given: Mapping[str, Any]) -> None:
         whole_number("layers", given["layers"])
     random_seed(given.get("seed"))
     for name in ("dequantize", "exact_products"):
-        if not isinstance(given.get(name, False), bool):
-            raise ConfigError(f"{name} must be True or False, got {said(given[name])}")
+        truth(name, given.get(name, False))
 
 
 def generate_options(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -193,6 +193,17 @@ def most_drafts(exact: object) -> int | None:
             f"exact must be True, False or how many tokens to draft at most, got {said(exact)}; "
             "write True"
         ) from None
+
+
+def truth(name: str, value: object) -> bool:
+    """True or False.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name} must be True or False, got {said(value)}")
+    return value
 
 
 def random_seed(value: object) -> int | None:

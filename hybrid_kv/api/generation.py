@@ -26,6 +26,7 @@ from hybrid_kv.watch.audit import Audit
 if TYPE_CHECKING:
     from hybrid_kv.models.exact_steps import ExactWork
     from hybrid_kv.runtime.sparse_prefill import PrefillLoss
+    from hybrid_kv.watch.token_errors import TokenError
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,8 @@ class Generation:
     exact: what `exact=True` took; None without it.
     chat_template: the first digits of the SHA-256 of the template that rendered the prompt, "none"
     for raw text. reused_tokens: of the prompt, taken from `cache_dir` and not computed.
+    token_errors: of each of `token_ids` how far its distribution may be from full attention's; None
+    where it was not asked for.
     """
 
     text: str
@@ -78,6 +81,7 @@ class Generation:
     exact: ExactWork | None = None
     chat_template: str = NO_TEMPLATE
     reused_tokens: int = 0
+    token_errors: list[TokenError] | None = field(default=None, repr=False)
 
 
 class TokenClock(BaseStreamer):

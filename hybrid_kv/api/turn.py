@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from math import nan
 from queue import SimpleQueue
 from time import perf_counter
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from hybrid_kv.api.arguments import (
     most_drafts,
     random_seed,
     stop_strings,
+    truth,
     whole_number,
 )
 from hybrid_kv.api.generation import (
@@ -46,6 +47,9 @@ from hybrid_kv.runtime import Stage, check_host_memory, memory_errors
 from hybrid_kv.store.layer import tier_bytes
 from hybrid_kv.types import Work
 from hybrid_kv.watch.phases import INDEX_BUILD, PHASES
+
+if TYPE_CHECKING:
+    from hybrid_kv.api.token_errors import TokenErrorWatch
 
 
 class Model(Protocol):
@@ -104,6 +108,11 @@ class Turn:
         check_watchers(self._on_prefill, cancel)
         self._cancels = [] if cancel is None else [cancel]
         self._criteria = list(own.pop("stopping_criteria", None) or ())
+        self._errors: TokenErrorWatch | None = None
+        if truth("token_errors", own.pop("token_errors", False)):
+            from hybrid_kv.api.token_errors import TokenErrorWatch
+
+            self._errors = TokenErrorWatch(llm.model, cache.kv, own)
         self._options = own
         self._check()
         self._begin_costs()
@@ -117,6 +126,11 @@ class Turn:
 
     def _check_exact(self) -> None:
         check_exact(self.cache)
+        if self._errors is not None:
+            raise ConfigError(
+                "token_errors must go with steps that leave entries unread, got exact=True, whose "
+                "tokens have no error; leave one of them out"
+            )
         for name in ("assistant_model", "num_beams"):
             if self._options.get(name) not in (None, 1):
                 raise ConfigError(
@@ -173,7 +187,11 @@ class Turn:
             if self._seed is not None:
                 torch.manual_seed(self._seed)
             try:
-                with watch, memory_errors(lambda: self._stage(clock)):
+                with (
+                    watch,
+                    self._errors or nullcontext(),
+                    memory_errors(lambda: self._stage(clock)),
+                ):
                     return self._generate(clock)
             except PrefillCancelled:
                 return self._ids
@@ -231,6 +249,8 @@ class Turn:
         criteria = [*self._criteria, *(StopOnEvent(event) for event in self._cancels)]
         if self._stop and self._llm.tokenizer is not None:
             criteria.append(StopOnText(self._llm.tokenizer, self._stop, self._ids.shape[1]))
+        if self._errors is not None:
+            criteria.append(self._errors)
         return criteria
 
     def _pad(self) -> dict[str, int]:
@@ -285,6 +305,7 @@ class Turn:
             prefill=self.cache.kv.prefill_loss(),
             exact=None if self._exact is None else self._exact.work,
             chat_template=NO_TEMPLATE if self._template is None else self._template.name,
+            token_errors=None if self._errors is None else self._errors.errors(),
         )
 
     def stream(self) -> TextStream:

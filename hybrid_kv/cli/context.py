@@ -22,6 +22,7 @@ from hybrid_kv.cli.options import (
     ModelOptions,
     OutputOptions,
     SamplingOptions,
+    TokenErrorsOption,
     grouped,
 )
 
@@ -122,18 +123,21 @@ def ask(
     ] = False,
     sampling: SamplingOptions,
     options: ModelOptions,
+    token_errors: TokenErrorsOption = False,
     output: OutputOptions,
 ) -> None:
     """Ask a saved context; the answer goes to stdout, everything else to stderr."""
     from hybrid_kv.cli.files import check_target, describe_run, environment_of, write_report
-    from hybrid_kv.cli.generate import answer
+    from hybrid_kv.cli.generate import answer, note_doubts
     from hybrid_kv.report.schema import AskReport
 
     check_target(output)
     with _opened(context, model, options, output) as (llm, opened, name):
         start = partial(opened.ask, question)
-        outcome = answer(llm, start, sampling.as_options(), not no_stream, output)
+        asked = {**sampling.as_options(), "token_errors": token_errors}
+        outcome = answer(llm, start, asked, not no_stream, output)
         note(stats_line(outcome.generation, interrupted=outcome.interrupted), output)
+        note_doubts(llm, outcome.generation, output)
         if output.json is not None:
             run = describe_run(llm, name, outcome)
             write_report(AskReport(environment=environment_of(llm), **dict(run)), output)

@@ -21,6 +21,7 @@ from hybrid_kv.report.run import (
     PhasesMs,
     PrefillReport,
     Run,
+    TokenErrorReport,
     WorkReport,
 )
 from hybrid_kv.report.schema import to_json
@@ -68,6 +69,7 @@ def describe_run(llm: LLM, model: str, outcome: Outcome, config: HybridConfig | 
         config: of the run, where it is not the model's.
     """
     got, config = outcome.generation, config or llm.config
+    errors = None if got.token_errors is None else tuple(map(TokenErrorReport.of, got.token_errors))
     return Run(
         config=config.flat(),
         method=config.method,
@@ -89,6 +91,7 @@ def describe_run(llm: LLM, model: str, outcome: Outcome, config: HybridConfig | 
         audit=None if got.audit is None else AuditReport.of(got.audit),
         prefill=None if got.prefill is None else PrefillReport.of(got.prefill),
         exact=None if got.exact is None else ExactReport.of(got.exact),
+        token_errors=errors,
         look_ahead=tuple(got.look_ahead),
         steps=tuple(got.steps),
         chat_template=got.chat_template,

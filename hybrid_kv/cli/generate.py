@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hybrid_kv.cli import INTERRUPTED
-from hybrid_kv.cli.display import note, stats_line
+from hybrid_kv.cli.display import note, percent, stats_line
 from hybrid_kv.cli.options import (
     CacheOptions,
     ChatOptions,
@@ -19,11 +19,12 @@ from hybrid_kv.cli.options import (
     ModelOptions,
     OutputOptions,
     SamplingOptions,
+    TokenErrorsOption,
     count,
 )
 
 if TYPE_CHECKING:
-    from hybrid_kv.api import LLM
+    from hybrid_kv.api import LLM, Generation
     from hybrid_kv.cli.model_run import Outcome
 
 _PROMPT = "Prompt"
@@ -68,6 +69,7 @@ def generate(
     options: ModelOptions,
     cache: CacheOptions,
     cut: LayersOption,
+    token_errors: TokenErrorsOption = False,
     output: OutputOptions,
 ) -> None:
     """Answer or continue a prompt; the text goes to stdout, everything else to stderr."""
@@ -85,10 +87,11 @@ def generate(
     with opened(model, options, config, output, cut.layers, cache) as llm:
         streaming = not no_stream and num_beams == 1
         start = partial(llm.generate, found.for_model(llm, talk.system, raw=talk.raw))
-        asked = {**sampling.as_options(), "num_beams": num_beams}
+        asked = {**sampling.as_options(), "num_beams": num_beams, "token_errors": token_errors}
         outcome = answer(llm, start, asked, streaming, output)
         got = outcome.generation
         note(stats_line(got, interrupted=outcome.interrupted), output)
+        note_doubts(llm, got, output)
         notice = exactness_notice(given_settings(options), got.work, got.prompt_tokens)
         if notice is not None:
             note(notice, output)
@@ -117,3 +120,29 @@ def answer(
         text = got.text if llm.tokenizer else " ".join(map(str, got.token_ids))
         print("" if streaming else text, flush=True)
     return outcome
+
+
+_DOUBTFUL = 0.1
+"""Risk of another token from which on one is doubtful."""
+_NAMED = 8
+
+
+def note_doubts(llm: LLM, got: Generation, output: OutputOptions) -> None:
+    """One line on the tokens that full attention might have chosen otherwise, if that was asked."""
+    errors = got.token_errors
+    if not errors:
+        return
+    doubtful = [place for place, one in enumerate(errors) if one.flip >= _DOUBTFUL]
+    worst = sorted(sorted(doubtful, key=lambda place: -errors[place].flip)[:_NAMED])
+
+    def named(place: int) -> str:
+        token = got.token_ids[place]
+        word = repr(llm.tokenizer.decode([token])) if llm.tokenizer else str(token)
+        return f"{place + 1} {word} {percent(errors[place].flip)}"
+
+    kl = sum(one.kl for one in errors) / len(errors)
+    text = f"token errors: expected KL {kl:.2g} nats a token, {len(doubtful)} of {len(errors)} "
+    text += f"tokens doubtful (risk of another one from {_DOUBTFUL:.0%} on)"
+    listed = ", ".join(map(named, worst))
+    more = f" and {len(doubtful) - len(worst)} more" if len(doubtful) > len(worst) else ""
+    note(f"{text}: {listed}{more}" if doubtful else text, output)

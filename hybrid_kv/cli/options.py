@@ -337,6 +337,16 @@ class SamplingOptions:
         return {**options, "do_sample": True, **given}
 
 
+TokenErrorsOption = Annotated[
+    bool,
+    typer.Option(
+        "--token-errors",
+        help="Mark tokens that full attention might have chosen otherwise.",
+        rich_help_panel=_OUTPUT,
+    ),
+]
+
+
 @dataclass(frozen=True, slots=True)
 class OutputOptions:
     """Choice of what is printed besides the result."""

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from hybrid_kv.runtime.sparse_prefill import PrefillLoss
     from hybrid_kv.types import Work
     from hybrid_kv.watch.audit import Audit, Estimate
+    from hybrid_kv.watch.token_errors import TokenError
 
 
 class Group(BaseModel):
@@ -234,6 +235,21 @@ class ExactReport(Group):
         return cls(**asdict(work))
 
 
+class TokenErrorReport(Group):
+    """How far the distribution of one token may be from full attention's; see `TokenError`."""
+
+    kl: float
+    kl_bar: float
+    flip: float
+    half: float
+    entropy: float
+    margin: float
+
+    @classmethod
+    def of(cls, error: TokenError) -> TokenErrorReport:
+        return cls(**asdict(error))
+
+
 class Run(Group):
     """One generation: its settings, its text and what it cost.
 
@@ -243,7 +259,8 @@ class Run(Group):
     the cache at last. index: what served each layer and
     KV head of the cold tier at the end, and why, and how far its build is. audit: null without one.
     prefill: what a block-sparse prefill read and lost, null where it was exact.
-    exact: what exact decoding took, null without it.
+    exact: what exact decoding took, null without it. token_errors: of each of token_ids, null where
+    they were not asked for.
     look_ahead: whether each layer is searched ahead, and why not; empty for methods that never do.
     steps: by layer whether the last decode step was one call of the engine, and why not.
     chat_template: the first digits of the SHA-256 of the template that rendered the prompt, "none"
@@ -271,6 +288,7 @@ class Run(Group):
     audit: AuditReport | None = None
     prefill: PrefillReport | None = None
     exact: ExactReport | None = None
+    token_errors: tuple[TokenErrorReport, ...] | None = None
     look_ahead: tuple[dict[str, Any], ...] = ()
     steps: tuple[dict[str, Any], ...] = ()
     chat_template: str = "none"

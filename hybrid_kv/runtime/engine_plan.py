@@ -26,8 +26,8 @@ _NOTHING = (0, 0, 0)
 class Begun(NamedTuple):
     """A step whose call of the engine has still to be made.
 
-    new: its token, if that call stores it. resident: tokens attended in pages. estimated: takes the
-    log-sum-exp of what is estimated. begin: the moment at which it began.
+    new: its token, if that call stores it. resident: tokens attended in pages. estimated, half: see
+    `LayerPlan.tell`. begin: the moment at which it began.
     """
 
     step: Step
@@ -35,6 +35,7 @@ class Begun(NamedTuple):
     done: StepResult
     resident: int
     estimated: Tensor | None
+    half: Tensor | None
     begin: Any
 
 
@@ -108,8 +109,11 @@ class EnginePlan:
             row.length += 1
         try:
             resident = self._choose_pages()
-            estimated = None if step.found is None else self._estimated(step)
             searched, told, asked = self._searched, self.told, step.asked
+            estimated = half = None
+            if step.found is not None and searched is not None:
+                estimated, shape = searched.estimated(step), step.layer.shape
+                half = torch.empty(shape.num_kv_heads, shape.group_size)
             done = told.tell(
                 step.q,
                 tail_fill=self._table.tail_fill,
@@ -119,11 +123,12 @@ class EnginePlan:
                 warm=None if searched is None else searched.ask(told, step),
                 found=None if asked is None else (asked.ids, asked.scores),
                 estimated=estimated,
+                half=half,
             )
         except BaseException:
             self._forget(new)
             raise
-        return Begun(step, new, done, resident, estimated, begin)
+        return Begun(step, new, done, resident, estimated, half, begin)
 
     def take_back(self, begun: Begun) -> None:
         """The engine has not made the step: its token has no place."""
@@ -138,7 +143,7 @@ class EnginePlan:
             count_cold(step.work, stored * step.layer.shape.num_q_heads, stored)
             step.work.cold_bytes += stored * heads * self.told.entry_bytes
         if searched is not None:
-            searched.take_up(self.told, step, row, done, begun.estimated)
+            searched.take_up(self.told, step, row, done, begun.estimated, begun.half)
         times = done.report
         step.phases.book_parts(
             begun.begin,
@@ -156,9 +161,6 @@ class EnginePlan:
         if new is not None:
             self._row.length -= 1
             self._table.truncate(self._table.num_tokens - 1)
-
-    def _estimated(self, step: Step) -> Tensor | None:
-        return None if self._searched is None else self._searched.estimated(step)
 
     def _choose_pages(self) -> int:
         """Says which pages are attended; returns how many tokens are."""
@@ -275,7 +277,8 @@ class SearchedEntries(NamedTuple):
         """[Hkv, M]: where a call says what it estimates for a row; None where nobody looks."""
         if step.found is None or self.budget.form is None:
             return None
-        return torch.empty(step.grouped.shape[1:3])
+        shape = step.layer.shape
+        return torch.empty(shape.num_kv_heads, shape.group_size * step.new)
 
     def take_up(
         self,
@@ -284,31 +287,26 @@ class SearchedEntries(NamedTuple):
         row: Row,
         done: StepResult,
         estimated: Tensor | None,
+        half: Tensor | None = None,
     ) -> None:
         """Keeps what was found, for the next searches and for who looks at it."""
         assert done.ids is not None
         if not plan.begins_warm and step.found is None:  # nearly every step
             return
         parts = [done.ids] if len(self.spans) == 1 else self._by_span(done.ids)
+        width = self.budget.width
         for span, part in zip(self.spans, parts, strict=True):
-            span.near = (
-                part if part.shape[2] <= self.budget.width else part[..., : self.budget.width]
-            )
+            span.near = part if part.shape[2] <= width else part[..., :width]
         if step.found is not None:
-            found = [
-                RetrievedPart(span.extent, part)
-                for span, part in zip(self.spans, parts, strict=True)
-            ]
-            step.found[row.number] = (
-                self.budget,
-                Retrieved(found, done.report.scored, estimated=estimated),
-            )
+            pairs = zip(self.spans, parts, strict=True)
+            found = [RetrievedPart(span.extent, part) for span, part in pairs]
+            retrieved = Retrieved(found, done.report.scored, estimated=estimated, half=half)
+            step.found[row.number] = self.budget, retrieved
 
     def numbered(self, found: Sequence[SearchResult]) -> Tensor:
         """Ids of what was found, by extent, as those of one call."""
-        firsts = self._firsts()[: len(found)]
-        moved = [_moved(part.ids, first) for part, first in zip(found, firsts, strict=True)]
-        return torch.cat(moved, -1)
+        pairs = zip(found, self._firsts(), strict=False)  # of the first extents
+        return torch.cat([_moved(part.ids, first) for part, first in pairs], -1)
 
     def _firsts(self) -> list[int]:
         """By extent the number of its first entry."""

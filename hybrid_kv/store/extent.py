@@ -193,6 +193,7 @@ class Retrieved(NamedTuple):
     ranked: ids like those of parts, before they were cut to the budget; None if nothing was cut.
     estimated: [Hkv, M] float32, log-sum-exp of what is estimated of the unread entries, by whoever
         looks at the step; None for nothing.
+    half: [Hkv, M] float32, as `LayerPlan.tell` takes it; None where it has to be computed.
     """
 
     parts: list[RetrievedPart]
@@ -200,3 +201,4 @@ class Retrieved(NamedTuple):
     ranked: list[Tensor] | None = None
     read_bytes: int = 0
     estimated: Tensor | None = None
+    half: Tensor | None = None

@@ -104,6 +104,11 @@ typedef struct hkv_step {
   const float *found_scores;
   int64_t num_found;
   float *estimated; /* [heads, num_queries] the part of `lse` that is estimated, -inf for none; or NULL */
+  /* [heads, num_queries] |out - out'| / |out|, where out' is what the step gives if of the n entries that a
+   * query has found only the floor(n / 2) best are read: the same scores, the unread estimated with fewer
+   * read and the lowest logit of those as the limit, pages and extents attended whole as they are. 0 where
+   * nothing is found; of one found entry out' reads none. In float32, before rounding to out_dtype. Or NULL */
+  float *half;
 } hkv_step;
 
 /* Seconds by part of the work, and counts. */

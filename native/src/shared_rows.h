@@ -32,20 +32,25 @@ class SharedRows {
     std::fill_n(places_.data(), slots, 0u);
   }
 
-  /// at(entry): where its row lies.
+  /// Returns the row's place; `weigh` adds to it for another query. at(entry): where the row lies.
   template <typename At>
-  void add(int64_t query, uint32_t entry, float weight, const At &at) {
+  int64_t add(int64_t query, uint32_t entry, float weight, const At &at) {
     uint32_t slot = static_cast<uint32_t>((entry * 0x9e3779b97f4a7c15u) >> shift_);
     while (places_[slot] != 0 && entries_[places_[slot] - 1] != entry) slot = (slot + 1) & mask_;
     if (places_[slot] != 0) {
-      weights_[(places_[slot] - 1) * num_queries_ + query] += weight;
-      return;
+      weigh(places_[slot] - 1, query, weight);
+      return places_[slot] - 1;
     }
     const auto *row = at(entry);
     weights_[count_ * num_queries_ + query] = weight;
     entries_[count_] = entry;
     rows_[count_] = row;
     places_[slot] = static_cast<uint32_t>(++count_);
+    return count_ - 1;
+  }
+
+  void weigh(int64_t place, int64_t query, float weight) {
+    weights_[place * num_queries_ + query] += weight;
   }
 
   int64_t count() const { return count_; }

@@ -7,6 +7,7 @@
 #include <chrono>
 #include <cmath>
 #include <limits>
+#include <numeric>
 #include <type_traits>
 #include <vector>
 
@@ -48,6 +49,9 @@ struct Shared {
   std::vector<WholePiece> whole_pieces;
   std::vector<hkv_page_digests> digests;
   std::vector<float> bounds;         // [heads, queries, slots]
+  std::vector<float> half_outs, half_lses;  // as the cold part's, of the better half of what is found
+  std::vector<float> merged, half_merged, merged_lses;  // of both tiers, and with that half
+  std::vector<hkv_part> half_parts;
   std::vector<int64_t> retrieved, most, rows_read;  // [heads]
   Searches searches;
 };
@@ -73,14 +77,15 @@ struct Found {
   float share;  // in all that is attended of the cold tier
 };
 
-/// Scratch of one thread.
+/// Scratch of one thread. A line is a query with all that it found; where halves are asked for, each
+/// query has a second line, behind those of all queries, with the better half of that.
 struct Scratch {
-  std::vector<float> logits, sums, scores;
-  std::vector<Found> found;  // by query
-  std::vector<float> tail, tails, lowest;  // of one extent, and of all, by query
-  std::vector<Unread> unread;              // of one extent, by query
-  std::vector<Attended> attended;          // [extents, queries]
-  std::vector<float> discounts;            // [extents, queries] of the weights of what was found
+  std::vector<float> logits, sums, scores, lses;  // [lines, ...]
+  std::vector<Found> found;  // by line
+  std::vector<float> tail, tails, lowest;  // of one extent, and of all, by line
+  std::vector<Unread> unread;              // of one extent, by line
+  std::vector<Attended> attended;          // [extents, lines]
+  std::vector<float> discounts;            // [extents, lines] of the weights of what was found
   std::vector<hkv_keys> values;                       // by extent
   std::vector<uint32_t> places;
   std::vector<int64_t> slots;
@@ -108,6 +113,8 @@ class Step {
   bool chooses() const { return resident().num_chosen < resident().num_pages; }
   int64_t rows() const { return layer_.heads * layer_.num_queries; }
   int32_t value_dim() const { return resident().kv.values.dim; }
+  bool halves() const { return step_.half != nullptr && has_cold(); }
+  int64_t lines() const { return layer_.num_queries * (1 + halves()); }
   int64_t slices() const { return (layer_.num_queries + kSlice - 1) / kSlice; }
   int64_t weights_step() const { return cold().width + kLanes; }  // from one query's to the next
   bool brings_token() const { return step_.new_keys != nullptr; }
@@ -127,12 +134,13 @@ class Step {
   void attend_cold(int64_t head);
   template <typename Element>
   void attend_found(Scratch &own, int64_t head);
-  float weigh_found(Scratch &own, int64_t head, int64_t query);
+  void weigh_found(Scratch &own, int64_t head, int64_t query);
   bool estimates() const;
-  void sum_found(Scratch &own, int64_t query, const int64_t *ids, const float *scores,
+  void sum_found(Scratch &own, int64_t line, const int64_t *ids, const float *scores,
                  int64_t count) const;
-  bool attend_unread(Scratch &own, int64_t head, float *lse, float *estimated) const;
+  bool attend_unread(Scratch &own, int64_t head, float *estimated) const;
   void merge();
+  void compare(int64_t row);
 
   hkv_pool *pool_;
   const hkv_layer &layer_;
@@ -363,6 +371,10 @@ void Step::attend() {
   grow(shared_.outs, num_parts_ * rows() * value_dim());
   grow(shared_.lses, num_parts_ * rows());
   grow(shared_.parts, num_parts_);
+  if (halves()) {
+    grow(shared_.half_outs, rows() * value_dim());
+    grow(shared_.half_lses, rows());
+  }
   for (int64_t part = 0; part < num_parts_; ++part)
     shared_.parts[part] = {shared_.outs.data() + part * rows() * value_dim(),
                            shared_.lses.data() + part * rows(), HKV_F32};
@@ -418,21 +430,20 @@ void Step::attend_cold(int64_t head) {
 template <typename Element>
 void Step::attend_found(Scratch &own, int64_t head) {
   const int64_t num_queries = layer_.num_queries, width = cold().width, dim = value_dim();
-  const int64_t row = head * num_queries, part = pieces_ * rows() + row;
+  const int64_t row = head * num_queries, part = pieces_ * rows() + row, lines = this->lines();
   const RowVectors vectors(value_dim());
-  grow(own.logits, num_queries * weights_step());
-  grow(own.found, num_queries);
-  grow(own.lowest, num_queries);
-  grow(own.attended, cold().num_extents * num_queries);
-  grow(own.sums, num_queries * vectors.padded());
-  std::fill_n(own.sums.data(), num_queries * vectors.padded(), 0.0f);
-  own.rows.begin(num_queries * width, num_queries);
-  float *lse = shared_.lses.data() + part;
-  for (int64_t query = 0; query < num_queries; ++query)
-    lse[query] = weigh_found(own, head, query);
+  grow(own.logits, lines * weights_step());
+  grow(own.lses, lines);
+  grow(own.found, lines);
+  grow(own.lowest, lines);
+  grow(own.attended, cold().num_extents * lines);
+  grow(own.sums, lines * vectors.padded());
+  std::fill_n(own.sums.data(), lines * vectors.padded(), 0.0f);
+  own.rows.begin(num_queries * width, lines);
+  for (int64_t query = 0; query < num_queries; ++query) weigh_found(own, head, query);
   float *estimated = step_.estimated == nullptr ? nullptr : step_.estimated + row;
   if (estimated != nullptr) std::fill_n(estimated, num_queries, kNoLogit);
-  const bool has_tails = attend_unread(own, head, lse, estimated);
+  const bool has_tails = attend_unread(own, head, estimated);
   own.values.clear();
   for (int32_t at = 0; at < cold().num_extents; ++at)
     own.values.push_back(entries_of(cold().extents[at].kv, 0, head).values);
@@ -442,46 +453,71 @@ void Step::attend_found(Scratch &own, int64_t head) {
     return static_cast<const Element *>(values.data) +
            (entry - shared_.searches.first(extent)) * values.stride;
   };
-  for (int64_t query = 0; query < num_queries; ++query) {
-    const Found &found = own.found[query];
-    const int64_t *ids = step_.ids + (row + query) * width;
-    float *weights = own.logits.data() + query * weights_step();
+  for (int64_t line = 0; line < lines; ++line) {
+    const Found &found = own.found[line];
+    const int64_t *ids = step_.ids + (row + line % num_queries) * width;
+    float *weights = own.logits.data() + line * weights_step();
     for (int64_t i = 0; i < found.count; ++i) weights[i] = found.share * weights[i] / found.total;
     for (int64_t i = 0; has_tails && i < found.count; ++i)
-      weights[i] -= own.discounts[shared_.searches.extent_of(ids[i]) * num_queries + query];
-    for (int64_t i = 0; i < found.count; ++i)
-      own.rows.add(query, static_cast<uint32_t>(ids[i]), weights[i], row_of);
+      weights[i] -= own.discounts[shared_.searches.extent_of(ids[i]) * lines + line];
+  }
+  for (int64_t query = 0; query < num_queries; ++query) {
+    const int64_t count = own.found[query].count, half = query + num_queries;
+    const int64_t both = lines > num_queries ? own.found[half].count : 0;  // they come first
+    const int64_t *ids = step_.ids + (row + query) * width;
+    const float *weights = own.logits.data() + query * weights_step();
+    const float *halves = both == 0 ? nullptr : own.logits.data() + half * weights_step();
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t place =
+          own.rows.add(query, static_cast<uint32_t>(ids[i]), weights[i], row_of);
+      if (i < both) own.rows.weigh(place, half, halves[i]);
+    }
   }
   own.rows.sum<Element>(value_dim(), own.sums.data());
   int64_t retrieved = 0, most = 0;
-  for (int64_t query = 0; query < num_queries; ++query) {
-    float *out = shared_.outs.data() + (part + query) * dim;
-    vectors.unpad(own.sums.data() + query * vectors.padded(), out);
-    for (int64_t i = 0; has_tails && i < dim; ++i) out[i] += own.tails[query * dim + i];
-    retrieved += own.found[query].count;
-    most = std::max(most, own.found[query].count);
+  for (int64_t line = 0; line < lines; ++line) {
+    const bool is_half = line >= num_queries;
+    float *out = is_half ? shared_.half_outs.data() + (row + line - num_queries) * dim
+                         : shared_.outs.data() + (part + line) * dim;
+    (is_half ? shared_.half_lses[row + line - num_queries] : shared_.lses[part + line]) =
+        own.lses[line];
+    vectors.unpad(own.sums.data() + line * vectors.padded(), out);
+    for (int64_t i = 0; has_tails && i < dim; ++i) out[i] += own.tails[line * dim + i];
+    if (is_half) continue;
+    retrieved += own.found[line].count;
+    most = std::max(most, own.found[line].count);
   }
   shared_.retrieved[head] = retrieved;
   shared_.most[head] = most;
   shared_.rows_read[head] = own.rows.count();
 }
 
-/// A query's best entries and their weights; returns their log-sum-exp.
-float Step::weigh_found(Scratch &own, int64_t head, int64_t query) {
-  const int64_t width = cold().width;
-  int64_t *ids = step_.ids + (head * layer_.num_queries + query) * width;
+/// The best entries of a query and their weights, and those of its better half; lses by line.
+void Step::weigh_found(Scratch &own, int64_t head, int64_t query) {
+  const int64_t width = cold().width, num_queries = layer_.num_queries, num_lines = lines();
+  int64_t *ids = step_.ids + (head * num_queries + query) * width;
   float *weights = own.logits.data() + query * weights_step();
   const int64_t count = shared_.searches.take(head, query, width, ids, weights);
   std::fill(ids + count, ids + width, -1);
-  Found &found = own.found[query] = {count, 1.0f, 1.0f};
-  own.lowest[query] = std::numeric_limits<float>::infinity();
-  if (estimates()) sum_found(own, query, ids, weights, count);
-  if (count == 0) return kNoLogit;
+  for (int64_t line = query; line < num_lines; line += num_queries) {
+    const int64_t own_count = line == query ? count : count / 2;  // the best come first
+    own.found[line] = {own_count, 1.0f, 1.0f};
+    own.lowest[line] = std::numeric_limits<float>::infinity();
+    own.lses[line] = kNoLogit;
+    if (estimates()) sum_found(own, line, ids, weights, own_count);
+  }
+  if (count == 0) return;
   to_logits(weights, count, step_.scale, step_.softcap);
-  own.lowest[query] = weights[count - 1];  // the best come first
+  for (int64_t line = query; line < num_lines; line += num_queries)
+    if (own.found[line].count > 0) own.lowest[line] = weights[own.found[line].count - 1];
   const float largest = largest_of(weights, count);
-  found.total = to_weights(weights, count, largest);
-  return largest + std::log(found.total);
+  own.found[query].total = to_weights(weights, count, largest);
+  own.lses[query] = largest + std::log(own.found[query].total);
+  if (num_lines == num_queries || count < 2) return;
+  Found &half = own.found[query + num_queries];
+  std::copy_n(weights, half.count, own.logits.data() + (query + num_queries) * weights_step());
+  half.total = static_cast<float>(std::accumulate(weights, weights + half.count, 0.0));
+  own.lses[query + num_queries] = largest + std::log(half.total);
 }
 
 bool Step::estimates() const {
@@ -489,55 +525,55 @@ bool Step::estimates() const {
                      [](const hkv_extent &extent) { return extent.tail.keys != nullptr; });
 }
 
-/// By extent how many entries a query has found, and the sum of their scores.
-void Step::sum_found(Scratch &own, int64_t query, const int64_t *ids, const float *scores,
+/// By extent how many entries a line has found, and the sum of their scores.
+void Step::sum_found(Scratch &own, int64_t line, const int64_t *ids, const float *scores,
                      int64_t count) const {
-  const int64_t num_queries = layer_.num_queries;
+  const int64_t num_lines = lines();
   if (cold().num_extents == 1) {  // nearly always, and then four sums at once
     double sums[4] = {};
     for (int64_t i = 0; i < count; ++i) sums[i % 4] += scores[i];
-    own.attended[query] = {count, sums[0] + sums[1] + sums[2] + sums[3]};
+    own.attended[line] = {count, sums[0] + sums[1] + sums[2] + sums[3]};
     return;
   }
   for (int32_t at = 0; at < cold().num_extents; ++at)
-    own.attended[at * num_queries + query] = {0, 0.0};
+    own.attended[at * num_lines + line] = {0, 0.0};
   for (int64_t i = 0; i < count; ++i) {
-    Attended &of = own.attended[shared_.searches.extent_of(ids[i]) * num_queries + query];
+    Attended &of = own.attended[shared_.searches.extent_of(ids[i]) * num_lines + line];
     of = {of.count + 1, of.scores + scores[i]};
   }
 }
 
-/// What the queries have not found in extents with moments: estimated, weighed into `lse` and left
-/// in `tails`, with what the weights of what was found give up in `discounts`. Returns whether there
-/// is any. estimated [queries]: takes the log-sum-exp of that part; or nullptr.
-bool Step::attend_unread(Scratch &own, int64_t head, float *lse, float *estimated) const {
+/// What the lines have not found in extents with moments: estimated, weighed into their lses and
+/// left in `tails`, with what the weights of what was found give up in `discounts`. Returns whether
+/// there is any. estimated [queries]: takes the log-sum-exp of that part; or nullptr.
+bool Step::attend_unread(Scratch &own, int64_t head, float *estimated) const {
   if (!estimates()) return false;
-  const int64_t num_queries = layer_.num_queries, dim = value_dim();
+  const int64_t num_queries = layer_.num_queries, num_lines = lines(), dim = value_dim();
   const float *queries = shared_.queries.data() + head * num_queries * resident().kv.keys.dim;
-  grow(own.tails, num_queries * dim);
-  grow(own.tail, num_queries * dim);
-  grow(own.unread, num_queries);
-  grow(own.discounts, cold().num_extents * num_queries);
-  std::fill_n(own.tails.data(), num_queries * dim, 0.0f);
-  std::fill_n(own.discounts.data(), cold().num_extents * num_queries, 0.0f);
+  grow(own.tails, num_lines * dim);
+  grow(own.tail, num_lines * dim);
+  grow(own.unread, num_lines);
+  grow(own.discounts, cold().num_extents * num_lines);
+  std::fill_n(own.tails.data(), num_lines * dim, 0.0f);
+  std::fill_n(own.discounts.data(), cold().num_extents * num_lines, 0.0f);
   for (int32_t at = 0; at < cold().num_extents; ++at) {
     const hkv_extent &extent = cold().extents[at];
     if (extent.tail.keys == nullptr) continue;
     const int64_t entries = shared_.searches.first(at + 1) - shared_.searches.first(at);
     TailHead::of(extent.tail, head, extent.kv.keys.dim, dim)
-        .attend(queries, num_queries, entries, own.attended.data() + at * num_queries,
+        .attend(queries, num_queries, 1 + halves(), entries, own.attended.data() + at * num_lines,
                 own.lowest.data(), step_.scale, step_.softcap, own.tail.data(),
                 own.unread.data());
-    for (int64_t query = 0; query < num_queries; ++query) {
-      const Unread &unread = own.unread[query];
-      if (estimated != nullptr) merge_lse(estimated[query], unread.lse);
-      const float before = merge_lse(lse[query], unread.lse), other = 1.0f - before;
+    for (int64_t line = 0; line < num_lines; ++line) {
+      const Unread &unread = own.unread[line];
+      if (estimated != nullptr && line < num_queries) merge_lse(estimated[line], unread.lse);
+      const float before = merge_lse(own.lses[line], unread.lse), other = 1.0f - before;
       if (unread.lse == kNoLogit || other == 0.0f) continue;
-      own.found[query].share *= before;
-      for (int32_t i = 0; i < at; ++i) own.discounts[i * num_queries + query] *= before;
-      own.discounts[at * num_queries + query] = other * unread.discount;
-      float *tails = own.tails.data() + query * dim;
-      const float *tail = own.tail.data() + query * dim;
+      own.found[line].share *= before;
+      for (int32_t i = 0; i < at; ++i) own.discounts[i * num_lines + line] *= before;
+      own.discounts[at * num_lines + line] = other * unread.discount;
+      float *tails = own.tails.data() + line * dim;
+      const float *tail = own.tail.data() + line * dim;
       for (int64_t i = 0; i < dim; ++i) tails[i] = before * tails[i] + other * tail[i];
     }
   }
@@ -548,9 +584,35 @@ void Step::merge() {
   const auto one = [this](int64_t row, int) {
     merge_row(static_cast<int32_t>(num_parts_), shared_.parts.data(), row, value_dim(),
               step_.out_dtype, step_.out, step_.lse);
+    if (halves()) compare(row);
   };
   const bool is_small = rows() * num_parts_ * value_dim() <= kMergedHere;
+  if (halves()) {
+    for (std::vector<float> *merged : {&shared_.merged, &shared_.half_merged})
+      grow(*merged, rows() * value_dim());
+    grow(shared_.merged_lses, rows());
+    shared_.half_parts.assign(shared_.parts.data(), shared_.parts.data() + num_parts_);
+    shared_.half_parts.back() = {shared_.half_outs.data(), shared_.half_lses.data(), HKV_F32};
+  } else if (step_.half != nullptr) {
+    std::fill_n(step_.half, rows(), 0.0f);
+  }
   parallel_for(is_small ? nullptr : pool_, rows(), one);
+}
+
+/// How far a row's output moves where only the better half of what it found is read.
+void Step::compare(int64_t row) {
+  const int64_t dim = value_dim();
+  float *own = shared_.merged.data(), *half = shared_.half_merged.data();
+  float *lse = shared_.merged_lses.data();
+  merge_row(num_parts_, shared_.parts.data(), row, dim, HKV_F32, own, lse);
+  merge_row(num_parts_, shared_.half_parts.data(), row, dim, HKV_F32, half, lse);
+  double moved = 0.0, size = 0.0;
+  for (int64_t i = row * dim; i < (row + 1) * dim; ++i) {
+    const double by = double(own[i]) - half[i];
+    moved += by * by;
+    size += double(own[i]) * own[i];
+  }
+  step_.half[row] = moved == 0.0 ? 0.0f : static_cast<float>(std::sqrt(moved / size));
 }
 
 }  // namespace

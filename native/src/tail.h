@@ -62,16 +62,21 @@ struct TailHead {
   /// For each of `count` queries what it does not attend of `entries`, all with logits below its
   /// limit, and their mean value by weight, as long as no attended value gives up its discount.
   ///
-  /// queries [count, dim], out [count, value_dim]; attended, limits, unread [count].
-  void attend(const float *queries, int64_t count, int64_t entries, const Attended *attended,
-              const float *limits, float scale, float softcap, float *out, Unread *unread) const {
+  /// For each of `sets` choices of what is attended, as far as products with the moments are shared.
+  ///
+  /// queries [count, dim], out [sets, count, value_dim]; attended, limits, unread [sets, count].
+  void attend(const float *queries, int64_t count, int64_t sets, int64_t entries,
+              const Attended *attended, const float *limits, float scale, float softcap, float *out,
+              Unread *unread) const {
     thread_local std::vector<float> spread;
     grow(spread, count * dim);
     product(queries, count, key_key, dim, spread.data());
     product(queries, count, key_value, value_dim, out);
-    for (int64_t i = 0; i < count; ++i)
-      unread[i] = estimate(queries + i * dim, spread.data() + i * dim, entries, attended[i],
-                           limits[i], scale, softcap, out + i * value_dim);
+    for (int64_t set = 1; set < sets; ++set)
+      std::copy_n(out, count * value_dim, out + set * count * value_dim);
+    for (int64_t i = 0; i < sets * count; ++i)
+      unread[i] = estimate(queries + i % count * dim, spread.data() + i % count * dim, entries,
+                           attended[i], limits[i], scale, softcap, out + i * value_dim);
   }
 
  private:

@@ -139,6 +139,7 @@ class LayerCase {
 struct Given {
   std::vector<float> out, lse;
   std::vector<int64_t> ids;
+  float *half = nullptr;  // is asked for where it is set
   hkv_step_report report{};
 
   explicit Given(const Sizes &sizes)
@@ -150,6 +151,7 @@ struct Given {
           const std::vector<int64_t> &named = {}) {
     hkv_step step{of.queries.keys().data, of.sizes.dtype, HKV_F32, of.sizes.tail_fill, 0.5f,
                   softcap, nullptr, 0, ids.data(), out.data(), lse.data()};
+    step.half = half;
     if (!named.empty()) {
       step.named = named.data();
       step.num_named = static_cast<int64_t>(named.size() / lse.size());
@@ -821,6 +823,66 @@ CLAIM(a_step_attends_what_it_does_not_find_by_its_moments) {
       }
     }
   }
+}
+
+/// What a layer gives by the best `count` of the entries that `from` found, named in the place of a search.
+Given of_best(LayerCase &of, const Given &from, int64_t count, float softcap) {
+  Sizes sizes = of.sizes;
+  sizes.width = std::max<int64_t>(1, count);
+  std::vector<int64_t> named;
+  for (size_t at = 0; at < from.lse.size(); ++at)
+    for (int64_t i = 0; i < sizes.width; ++i)
+      named.push_back(count == 0 ? -1 : from.ids[at * static_cast<size_t>(of.sizes.width) +
+                                                 static_cast<size_t>(i)]);
+  Given got(sizes);
+  of.layer.cold.width = sizes.width;
+  CHECK_OK(got.run(nullptr, of, softcap, named));
+  of.layer.cold.width = of.sizes.width;
+  return got;
+}
+
+CLAIM(a_step_tells_how_far_half_of_what_it_found_moves_it) {
+  for (const int64_t width : {0, 1, 2, 9, 300})  // of 0: nothing is cold
+    for (const int32_t dtype : {HKV_F32, HKV_BF16})
+      for (const bool estimates : {false, true}) {
+        Sizes sizes;
+        sizes.dtype = dtype;
+        sizes.width = std::max<int64_t>(1, width);
+        if (width == 0) sizes.num_cold = 0;
+        sizes.num_queries = width == 9 ? 5 : 3;
+        const float softcap = width == 2 ? 2.0f : 0.0f;
+        LayerCase of(sizes);
+        const auto heads = static_cast<size_t>(sizes.heads), dim = static_cast<size_t>(sizes.dim);
+        const auto row = static_cast<size_t>(sizes.value_dim);
+        const std::vector<float> keys(heads * dim, 0.1f), values(random_floats(heads * row, 21));
+        std::vector<float> key_key(heads * dim * dim, 0.0f);
+        const std::vector<float> key_value(random_floats(heads * dim * row, 22));
+        for (size_t at = 0; at < heads * dim; ++at) key_key[at * dim + at % dim] = 0.3f;
+        if (estimates && width > 0)
+          of.extent.tail = {keys.data(), values.data(), key_key.data(), key_value.data(), 0};
+        Given plain(sizes), got(sizes);
+        CHECK_OK(plain.run(nullptr, of, softcap));
+        std::vector<float> half(plain.lse.size(), 7.0f);
+        got.half = half.data();
+        CHECK_OK(got.run(nullptr, of, softcap));
+        CHECK(got.ids == plain.ids && got.report.rows_read == plain.report.rows_read &&
+              got.report.retrieved == plain.report.retrieved);
+        for (size_t i = 0; i < plain.out.size(); ++i)
+          CHECK(std::fabs(got.out[i] - plain.out[i]) < 1e-6);
+        if (width == 0) {
+          for (const float one : half) CHECK(one == 0.0f);
+          continue;
+        }
+        const Given best = of_best(of, plain, width / 2, softcap);
+        for (size_t at = 0; at < half.size(); ++at) {
+          double moved = 0.0, size = 0.0;
+          for (size_t i = at * row; i < (at + 1) * row; ++i) {
+            moved += std::pow(plain.out[i] - best.out[i], 2);
+            size += std::pow(plain.out[i], 2);
+          }
+          CHECK(half[at] > 1e-3 && std::fabs(half[at] - std::sqrt(moved / size)) < 2e-5);
+        }
+      }
 }
 
 CLAIM(several_steps_are_what_each_is_alone) {

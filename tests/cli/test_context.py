@@ -67,6 +67,14 @@ def test_a_built_context_is_asked(model: Path, built: Path) -> None:
     assert "TTFT" in shown.stderr
 
 
+def test_an_answer_tells_the_errors_of_its_tokens(built: Path) -> None:
+    words = ("context", "ask", built, QUESTION, "--max-new-tokens", 5, "--json", "-")
+    result = call(*words, "--token-errors")
+    assert len(report_of(result).token_errors) == 5
+    assert "token errors: expected KL " in result.stderr
+    assert report_of(call(*words)).token_errors is None
+
+
 def test_a_chat_keeps_what_was_asked_and_the_file_does_not(model: Path, built: Path) -> None:
     words = ("context", "chat", built, "--max-new-tokens", 4, "--set", "top_k=all", "--json", "-")
     before = sorted((path, path.stat().st_mtime_ns) for path in built.rglob("*"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 
 from hybrid_kv.cli import model_run
 from hybrid_kv.report import read_report
-from tests.cli.support import PROMPT, TINY, call, run_of
+from tests.cli.support import PROMPT, TINY, call, refused, run_of
 
 
 def test_text_goes_to_stdout_and_stats_to_stderr(model: Path) -> None:
@@ -193,3 +194,41 @@ def test_ctrl_c_keeps_what_was_generated(
     assert report.interrupted
     assert 3 <= report.new_tokens < 500
     assert result.stdout.strip() == report.text.strip()
+
+
+TIERED = ("--set", "top_k=3", "--set", "window_tokens=16", "--set", "sink_tokens=16")
+
+
+def test_token_errors_are_told_in_a_line_and_in_the_report(model: Path) -> None:
+    words = ("generate", model, "word " * 200, "--max-new-tokens", 12, *TIERED)
+    plain = call(*words, "--json", "-")
+    assert "token errors" not in plain.stderr
+    assert run_of(plain).token_errors is None
+    result = call(*words, "--json", "-", "--token-errors")
+    found = run_of(result)
+    assert found.token_ids == run_of(plain).token_ids
+    assert len(found.token_errors) == 12
+    assert found.token_errors[0].kl == found.token_errors[0].flip == 0
+    assert all(0 < one.kl < one.kl_bar and 0 < one.flip < 1 for one in found.token_errors[1:])
+    (line,) = (line for line in result.stderr.splitlines() if line.startswith("token errors: "))
+    doubtful = [place for place, one in enumerate(found.token_errors) if one.flip >= 0.1]
+    assert f"nats a token, {len(doubtful)} of 12 tokens doubtful (risk of another one" in line
+    assert call(*words, "--token-errors", "--quiet").stderr == ""
+
+
+def test_doubtful_tokens_are_named_with_their_risk(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hybrid_kv.cli.generate._DOUBTFUL", 1e-9)
+    monkeypatch.setattr("hybrid_kv.cli.generate._NAMED", 2)
+    words = ("generate", model, "word " * 200, "--max-new-tokens", 6, *TIERED, "--token-errors")
+    result = call(*words)
+    line = next(line for line in result.stderr.splitlines() if line.startswith("token errors: "))
+    named = line.partition("): ")[2]
+    assert re.fullmatch(r"\d '.*' \d+\.\d%, \d '.*' \d+\.\d% and 3 more", named), line
+
+
+def test_a_method_that_cannot_tell_is_refused_before_the_prompt(model: Path) -> None:
+    said = refused("generate", model, PROMPT, "--method", "streaming_llm", "--token-errors")
+    assert "token_errors must go with a method whose steps can tell" in said
+    assert "got streaming_llm, which drops entries" in said

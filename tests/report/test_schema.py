@@ -39,6 +39,7 @@ RUN_KEYS = [
     "audit",
     "prefill",
     "exact",
+    "token_errors",
     "look_ahead",
     "steps",
     "chat_template",

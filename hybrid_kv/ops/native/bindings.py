@@ -18,7 +18,7 @@ from ctypes import (
     c_void_p,
 )
 
-ABI_VERSION = 18
+ABI_VERSION = 19
 OK = 0
 INVALID = 1
 NO_MEMORY = 2
@@ -382,6 +382,7 @@ class StepStruct(Structure):
         ("found_scores", c_void_p),
         ("num_found", c_int64),
         ("estimated", c_void_p),
+        ("half", c_void_p),
     )
 
 

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from ctypes import (
-    addressof,
-    byref,
-    c_int32,
-)
+from ctypes import addressof, byref, c_int32
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -298,6 +294,7 @@ class LayerPlan:
         named: Tensor | None = None,
         found: tuple[Tensor, Tensor] | None = None,
         estimated: Tensor | None = None,
+        half: Tensor | None = None,
     ) -> StepResult:
         """Tells the engine of the next step: one token's queries over what the plan holds.
 
@@ -316,6 +313,8 @@ class LayerPlan:
                 finds, best first, then -1; None searches it as well.
             estimated: [Hkv, M] float32, takes the log-sum-exp of what is estimated, -inf for
                 nothing, which is a part of the result's; None where nobody asks.
+            half: [Hkv, M] float32, takes how far the output moves where of what a query finds only
+                the better half is read, as a share of it; see `hkv_step`. None: nobody asks.
 
         Raises:
             ShapeError: the queries do not fit.
@@ -353,7 +352,8 @@ class LayerPlan:
         else:
             step.new_keys = None
         step.estimated = None if estimated is None else estimated.data_ptr()
-        self.reads = queries, warm, named, found, new, estimated
+        step.half = None if half is None else half.data_ptr()
+        self.reads = queries, warm, named, found, new, estimated, half
         return StepResult(results.part, results.ids, self._report)
 
     def run(self, pool: Pool | None = None) -> None:

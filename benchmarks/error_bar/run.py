@@ -1,0 +1,148 @@
+"""What error bars of tokens are worth: true KL and flips of many texts beside what predicts them.
+
+    python benchmarks/texts/make.py TEXTS
+    python benchmarks/error_bar/run.py TEXTS --rows ROWS.csv   # goes on where it was stopped
+    python benchmarks/error_bar/fit.py ROWS.csv                # constants, tables
+    python benchmarks/error_bar/cost.py                        # a step with and without
+
+SmolLM2-135M (extra smollm2, float32) reads the first tokens of a text exactly, 2K, 3K, 4K or 6K of
+them in turn, and full attention goes on greedily. The same tokens then pass through `hybrid` at
+each budget, one by one. Of each the CSV has the KL divergence from full attention and whether the
+most probable token is another one, with half, entropy and margin as `token_errors` of `generate`
+has them. Texts come in rounds of the eight kinds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import gc
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+if __name__ == "__main__":  # a script: the project's root is not on the path
+    sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import hybrid_kv as hkv
+from benchmarks.texts.make import TEXTS, Text
+from benchmarks.texts.run import in_rounds
+from hybrid_kv.config import HybridConfig
+from hybrid_kv.eval.prefilled import PrefilledPrompt, open_cache, prefill
+from hybrid_kv.models.attach import Attachment
+from hybrid_kv.models.forwards import passing
+from hybrid_kv.models.hf_cache import TieredCache
+from hybrid_kv.watch.token_errors import HalfWatcher, spread_of
+
+MODEL = "smollm2"
+COLUMNS = ("text", "kind", "tokens", "budget", "kl", "flip", "half", "entropy", "margin")
+BUDGETS = ("1%", "2%", "5%")
+LENGTHS = (4096, 2048, 6144, 3072)
+_PAGE = 8
+"""Tokens; 1% of 2,048 are 20."""
+
+
+def forward(runtime: Attachment, cache: TieredCache, token: int) -> Tensor:
+    """Logits [V] behind one more token."""
+    with torch.inference_mode():
+        step = torch.tensor([[token]])
+        logits: Tensor = runtime.model(step, **passing(cache), use_cache=True).logits
+    return logits[0, -1]
+
+
+def go_on(runtime: Attachment, prompt: PrefilledPrompt, last: int, steps: int) -> Tensor:
+    """Logits [steps, V] of full attention, which reads its own most probable tokens."""
+    cache, found, token = open_cache(runtime, HybridConfig(method="full"), prompt), [], last
+    for _ in range(steps):
+        found.append(forward(runtime, cache, token))
+        token = int(found[-1].argmax())
+    cache.close()
+    return torch.stack(found)
+
+
+def rows_of(
+    runtime: Attachment, config: HybridConfig, prompt: PrefilledPrompt, last: int, full: Tensor
+) -> Iterator[dict[str, Any]]:
+    """What a configuration gives for each of the same tokens."""
+    cache, halves, token = open_cache(runtime, config, prompt), HalfWatcher(), last
+    cache.kv.watchers.append(halves)
+    for true in full:
+        logits = forward(runtime, cache, token)
+        logs, exact = logits.log_softmax(-1), true.log_softmax(-1)
+        entropy, margin = spread_of(logits).tolist()
+        token = int(true.argmax())
+        yield {
+            "kl": f"{float((exact.exp() * (exact - logs)).sum().clamp_min(0)):.4g}",
+            "flip": int(int(logits.argmax()) != token),
+            "half": f"{halves.take():.5g}",
+            "entropy": f"{entropy:.5g}",
+            "margin": f"{margin:.5g}",
+        }
+    cache.close()
+
+
+def measure(
+    runtime: Attachment, ids: Sequence[int], budgets: Sequence[str], steps: int
+) -> Iterator[dict[str, Any]]:
+    """Rows of one text, by budget."""
+    base = HybridConfig(page_size=_PAGE)
+    configs = [base.at_budget(budget, len(ids)) for budget in budgets]
+    prompt = prefill(runtime, np.array(ids[:-1]), configs[0].build().needs)
+    full = go_on(runtime, prompt, ids[-1], steps)
+    for budget, config in zip(budgets, configs, strict=True):
+        for row in rows_of(runtime, config, prompt, ids[-1], full):
+            yield {"tokens": len(ids), "budget": budget, **row}
+        gc.collect()  # caches hold each other
+
+
+def kept(path: Path) -> set[str]:
+    """Texts that a CSV has; it is begun where there is none."""
+    if not path.exists():
+        with path.open("w", newline="") as file:
+            csv.DictWriter(file, COLUMNS, lineterminator="\n").writeheader()
+        return set()
+    with path.open(newline="") as file:
+        return {row["text"] for row in csv.DictReader(file)}
+
+
+def ids_of(folder: Path, text: Text, tokenizer: Any, tokens: int) -> list[int]:
+    """The first tokens of a text."""
+    content = (folder / f"{text.name}.txt").read_bytes().decode()
+    ids = list(tokenizer(content)["input_ids"])
+    if len(ids) < tokens:
+        raise SystemExit(f"{text.name} has {len(ids)} tokens, {tokens} are needed")
+    return ids[:tokens]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("texts", type=Path, help="folder of benchmarks/texts/make.py")
+    parser.add_argument("--rows", type=Path, required=True, help="CSV")
+    parser.add_argument("--steps", type=int, default=96, help="tokens of each text and budget")
+    parser.add_argument("--budgets", default=BUDGETS, type=lambda text: tuple(text.split(",")))
+    args = parser.parse_args()
+    known = kept(args.rows)
+    texts = [one for one in TEXTS if (args.texts / f"{one.name}.txt").exists()]
+    with hkv.load(MODEL, dtype="float32", dequantize=True) as llm:
+        tokenizer = llm.require_tokenizer()
+        for number, text in enumerate(in_rounds(texts)):
+            if text.name in known:
+                continue
+            begin, tokens = perf_counter(), LENGTHS[(number + number // 8) % len(LENGTHS)]
+            ids = ids_of(args.texts, text, tokenizer, tokens)
+            rows = list(measure(llm.runtime, ids, args.budgets, args.steps))
+            with args.rows.open("a", newline="") as file:
+                writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+                writer.writerows({"text": text.name, "kind": text.kind, **row} for row in rows)
+            print(f"{text.name}: {perf_counter() - begin:.0f} s", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    main()
