@@ -8,7 +8,7 @@
 `cost`: one decoder layer of Llama-3-8B with its weights over made-up keys and values, in one
 thread: milliseconds of a step of `full`, of a draft by the method, and of dense passes of some
 numbers of tokens. From these, by the acceptance given, the time of a token over that of `full`.
-`texts`: SmolLM2 in float32 continues texts, greedily: tokens of `exact=True` against those of
+`texts`: SmolLM2 in float32 continues texts, greedily or `--sampled`: tokens of `exact=True` against those of
 `full`, and how many drafts were accepted. `needle`: answers about records in a
 long context that are those of `full`.
 Stdout is one JSON document.
@@ -175,9 +175,14 @@ def settings(options: argparse.Namespace) -> list[dict[str, Any]]:
     return [{"method": "hybrid", "top_k": count, "index_build": "wait"} for count in keys]
 
 
-def answer(llm: hkv.LLM, ids: list[int], options: argparse.Namespace) -> hkv.Generation:
-    """The greedy tokens that follow."""
-    return llm.generate(ids, max_new_tokens=options.new, eos_token_id=[])
+def answer(
+    llm: hkv.LLM, ids: list[int], options: argparse.Namespace, exact: int = 0
+) -> hkv.Generation:
+    """The tokens that follow, the likeliest or drawn from the whole distribution by one seed."""
+    how: dict[str, Any] = {"do_sample": True, "seed": 1, "top_k": 0} if options.sampled else {}
+    return llm.generate(
+        ids, max_new_tokens=options.new, eos_token_id=[], exact=exact or False, **how
+    )
 
 
 def compared(
@@ -188,14 +193,13 @@ def compared(
     alone = answer(llm, ids, options)
     row["method alone differs at"] = first_other(alone.token_ids, right.token_ids)
     for drafts in map(int, options.drafts.split(",")):
-        found = llm.generate(ids, max_new_tokens=options.new, eos_token_id=[], exact=drafts)
+        found = answer(llm, ids, options, drafts)
         work = found.exact
         assert work is not None
         row |= {
             f"differs at, {drafts}": first_other(found.token_ids, right.token_ids),
             f"accepted, {drafts}": work.accepted / max(1, work.drafted),
             f"tokens a pass, {drafts}": (options.new - 1) / max(1, work.passes),
-            f"of full, {drafts}": found.tpot_ms / right.tpot_ms,
         }
     return row
 
@@ -218,6 +222,7 @@ def main() -> None:
             own.add_argument("folder", type=Path)
             own.add_argument("--only", nargs="*", default=())
             own.add_argument("--texts", type=int, default=24)
+            own.add_argument("--sampled", action="store_true")
         if way is not texts:
             own.add_argument("--tokens", default="32768")
         if way is cost:

@@ -30,7 +30,7 @@ from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.models.packed_linear import PackedLinear
 from hybrid_kv.plugins import Method
 
-MOST_DRAFTS_CPU, MOST_DRAFTS_GPU = 7, 32
+MOST_DRAFTS_CPU, MOST_DRAFTS_GPU = 7, 48
 """Drafts of one verification. On a CPU a dense pass costs more with each token in it, and takes one
 more than these: as many as the engine multiplies by 16-bit weights at the speed of memory. On a GPU
 it waits for the bus, whatever their number."""
