@@ -8,9 +8,9 @@
 `cost`: one decoder layer of Llama-3-8B with its weights over made-up keys and values, in one
 thread: milliseconds of a step of `full`, of a draft by the method, and of dense passes of some
 numbers of tokens. From these, by the acceptance given, the time of a token over that of `full`.
-`texts`: SmolLM2 in float32 continues texts, greedily or `--sampled`: tokens of `exact=True` against those of
-`full`, and how many drafts were accepted. `needle`: answers about records in a
-long context that are those of `full`.
+`texts`: SmolLM2 in float32 continues texts, greedily or `--sampled`: tokens of `exact=True` against
+those of `full`, and how many drafts were accepted. `needle`: answers about records in a long
+context that are those of `full`.
 Stdout is one JSON document.
 """
 

@@ -33,6 +33,7 @@ from hybrid_kv.models.exact_steps import (
     past_recorded,
 )
 from hybrid_kv.models.hf_cache import TieredCache
+from hybrid_kv.models.prompt_lookup import PromptLookup
 
 _OTHER_LOOPS = ("guidance_scale", "watermarking_config", "prefill_chunk_size", "dola_layers")
 """Settings of transformers that stand for passes of the model, or a state, of their own."""
@@ -120,7 +121,7 @@ class _Answer:
 
     def decode(self, ids: Tensor, held: int) -> Tensor:
         """Continues ids [1, tokens], of which the cache holds the first `held`, to its end."""
-        self._ids = ids
+        self._ids, self._lookup = ids, PromptLookup(ids[0].tolist())
         _, has_ended = self.take(self._steps.dense(ids[:, held:], 1)[0])
         while not has_ended:
             room = self._config.max_length - self._ids.shape[1]
@@ -136,9 +137,13 @@ class _Answer:
         token = int(self._choose(torch.cat([self._ids, self._ids.new_tensor([before])], 1), logits))
         return token, token in self._ends
 
+    def guess(self, before: list[int], count: int) -> list[int]:
+        return self._lookup.guess(before, count)
+
     def take(self, logits: Tensor) -> tuple[int, bool]:
         token = self._choose(self._ids, logits)
         self._ids = torch.cat([self._ids, token], 1)
+        self._lookup.add(int(token))
         if self._streamer is not None:
             self._streamer.put(token[0].cpu())
         has_ended: Any = self._stopping(self._ids, None)

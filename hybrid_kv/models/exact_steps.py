@@ -30,6 +30,10 @@ from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.models.packed_linear import PackedLinear
 from hybrid_kv.plugins import Method
 
+_GUESSED = 4
+"""Tokens that are looked up in the text and checked by one step of the method, which then reads the
+weights once for all of them."""
+
 MOST_DRAFTS_CPU, MOST_DRAFTS_GPU = 7, 48
 """Drafts of one verification. On a CPU a dense pass costs more with each token in it, and takes one
 more than these: as many as the engine multiplies by 16-bit weights at the speed of memory. On a GPU
@@ -41,14 +45,16 @@ class ExactWork:
     """Counters of exact decoding.
 
     passes: dense passes behind the prompt. drafted: tokens that the method drafted for them;
-    accepted: of these, tokens that came out. unverified: tokens of steps that read every entry, so
-    that no pass was needed. ties: tokens of 16-bit models whose two best logits differ by no more
-    than one rounding, where full attention in single steps may choose the other.
+    accepted: of these, those that came out. steps: of the method. unverified: tokens of steps that
+    read every entry, so that no pass was needed. ties: tokens of models that round to 16 bits whose
+    two best logits differ by no more than that, where full attention in single steps may choose the
+    other.
     """
 
     passes: int = 0
     drafted: int = 0
     accepted: int = 0
+    steps: int = 0
     unverified: int = 0
     ties: int = 0
 
@@ -64,6 +70,10 @@ class AnswerTokens(Protocol):
         """A token out of logits [V], after those drafted before it, that does not come out yet;
         whether it ends the answer.
         """
+        ...
+
+    def guess(self, before: list[int], count: int) -> list[int]:
+        """At most so many tokens that may follow those drafted; one step checks all of them."""
         ...
 
     def take(self, logits: Tensor) -> tuple[int, bool]:
@@ -88,6 +98,7 @@ class ExactSteps:
         self._most_drafts = self._num_drafts = most_drafts
         self._takes_rows = "logits_to_keep" in signature(model.forward).parameters
         self._rounding = _rounding_of(model)
+        self._most_guessed = _most_guessed(cache, model.device)
 
     def dense(self, tokens: Tensor, rows: int) -> Tensor:
         """Logits as of `_forward`, by attention to every entry of both tiers."""
@@ -133,15 +144,23 @@ class ExactSteps:
         the place behind them.
         """
         begin, drafts, rows = self._cache.get_seq_length(), list[int](), list[Tensor]()
+        wanted, ends = min(self._num_drafts, max(1, room - 1)), False
         with answer.drafting():
-            while len(drafts) < min(self._num_drafts, max(1, room - 1)):
-                rows.append(self._forward(self._ids([drafts[-1] if drafts else newest]), 1))
-                token, ends = answer.draft(rows[-1][0], drafts)
-                drafts.append(token)
-                if ends:
-                    break
+            while len(drafts) < wanted and not ends:
+                last = drafts[-1] if drafts else newest
+                guessed = answer.guess(drafts, min(self._most_guessed, wanted - len(drafts) - 1))
+                logits = self._forward(self._ids([last, *guessed]), 1 + len(guessed))
+                for place, row in enumerate(logits):
+                    token, ends = answer.draft(row, drafts)
+                    drafts.append(token)
+                    rows.append(row)
+                    if ends or place == len(guessed) or token != guessed[place]:
+                        break
+                self._work.steps += 1
+                if guessed:  # some of it wrongly; a crop of nothing makes windows small
+                    self._keep(begin + len(drafts))
         if self._cache.exact_tokens == self._cache.get_seq_length():
-            return drafts, torch.cat(rows)  # each step has read every entry
+            return drafts, torch.stack(rows)  # each step has read every entry
         drafts = drafts[: room - 1]  # the pass gives one token more
         self._keep(begin)
         return drafts, self.dense(self._ids([newest, *drafts]), len(drafts) + 1)
@@ -178,6 +197,17 @@ class ExactSteps:
             return False
         best, second = logits.topk(2).values.tolist()
         return bool(best - second <= self._rounding * max(abs(best), abs(second)))
+
+
+def _most_guessed(cache: TieredCache, device: torch.device) -> int:
+    """Tokens that a step of the method may check at once, beside the first one.
+
+    None on a GPU, whose steps are made for one token, and none where sliding windows forget, as
+    they are cropped, what the next crop needs. More than the setting would be attended densely.
+    """
+    if device.type != "cpu" or any(hasattr(layer, "record_past") for layer in cache.layers):
+        return 0
+    return min(_GUESSED, cache.kv.config.dense_extend_tokens - 1)
 
 
 def _rounding_of(model: PreTrainedModel) -> float:

@@ -227,6 +227,7 @@ class ExactReport(Group):
     passes: int
     drafted: int
     accepted: int
+    steps: int
     unverified: int
     ties: int
 

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from hybrid_kv.models.exact_steps import ExactSteps, ExactWork, most_drafts_on, past_recorded
 from hybrid_kv.models.hf_cache import TieredCache
+from hybrid_kv.models.prompt_lookup import PromptLookup
 from hybrid_kv.serve.output import Sampler
 from hybrid_kv.serve.requests import Reason, Request
 
@@ -37,11 +38,14 @@ class ExactAnswer:
         self._cache, self._request, self._ids = cache, request, ids
         self._sampler, self._take, self.work = sampler, take, ExactWork()
         self._steps = ExactSteps(model, cache, most_drafts_on(model.device), self.work)
+        self._lookup = PromptLookup(ids)
         self._reason: Reason | None = None
 
     def advance(self) -> Reason | None:
         """Computes at least one token; says why the answer ends with the last, if it does."""
         request = self._request
+        for token in self._ids[self._lookup.num_tokens :]:
+            self._lookup.add(token)
         room = len(request.ids) + request.max_new_tokens - len(self._ids)
         with past_recorded(self._cache):
             self._steps.advance(self._ids[-1], room, self)
@@ -53,6 +57,9 @@ class ExactAnswer:
     def draft(self, logits: Tensor, before: list[int]) -> tuple[int, bool]:
         token = self._sampler.choose(logits).id
         return token, token in self._request.end_ids
+
+    def guess(self, before: list[int], count: int) -> list[int]:
+        return self._lookup.guess(before, count)
 
     def take(self, logits: Tensor) -> tuple[int, bool]:
         self._reason = self._take(logits)

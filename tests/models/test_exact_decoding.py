@@ -71,7 +71,7 @@ def test_tokens_of_every_method_that_keeps_entries_are_those_of_full(method: str
     found, work = exact_tokens(build("llama"), small(method), ids())
     assert found == want()
     if method == "full":
-        assert work == ExactWork(unverified=NEW - 1)
+        assert work == ExactWork(steps=NEW - 1, unverified=NEW - 1)
     else:
         assert some_wrong(work)
         assert work.unverified == work.ties == 0
@@ -116,7 +116,7 @@ def test_tokens_of_every_architecture_are_those_of_full(architecture: str) -> No
         assert found == want(architecture)
         works.append(work)
     if architecture == "mistral":  # all of it slides: each step reads every entry that there is
-        assert works == [ExactWork(unverified=NEW - 1)] * 2
+        assert works == [ExactWork(steps=NEW - 1, unverified=NEW - 1)] * 2
     else:
         assert any(map(some_wrong, works))
 
@@ -182,7 +182,7 @@ def test_a_draft_longer_than_the_windows_is_taken_whole(architecture: str) -> No
     options = {"exact": 50, "max_new_tokens": new}
     found, work = exact_tokens(build(architecture), settings, ids(1), **options)
     assert found == want(architecture, 1, new)
-    assert work == ExactWork(passes=1, drafted=new - 2, accepted=new - 2)
+    assert work == ExactWork(passes=1, drafted=new - 2, accepted=new - 2, steps=new - 2)
 
 
 def test_all_drafts_right_make_one_pass_of_all() -> None:
@@ -190,7 +190,7 @@ def test_all_drafts_right_make_one_pass_of_all() -> None:
     settings = {**small(), "cold.top_k": 64}
     found, work = exact_tokens(build("llama"), settings, ids(), exact=4, max_new_tokens=6)
     assert found == want()[:6]
-    assert work == ExactWork(passes=1, drafted=4, accepted=4)
+    assert work == ExactWork(passes=1, drafted=4, accepted=4, steps=4)
 
 
 @pytest.mark.parametrize("new", [1, 2, 3, 7])
@@ -224,7 +224,7 @@ def test_steps_that_read_everything_need_no_pass(settings: Any) -> None:
     finally:
         hook.remove()
     assert found == want()
-    assert work == ExactWork(unverified=NEW - 1)
+    assert work == ExactWork(steps=NEW - 1, unverified=NEW - 1)
     assert rows[-NEW:] == [PROMPT] + [1] * (NEW - 1)
 
 
@@ -257,7 +257,7 @@ def test_a_draft_ends_with_a_token_that_ends_the_answer() -> None:
     end = want()[6]
     with hkv.load(build("llama"), config=small(**{"cold.top_k": 64})) as llm:
         work = answer(llm, ids(), exact=8, eos_token_id=end).exact
-    assert work == ExactWork(passes=1, drafted=6, accepted=6)
+    assert work == ExactWork(passes=1, drafted=6, accepted=6, steps=6)
 
 
 class _Shifts(LogitsProcessor):

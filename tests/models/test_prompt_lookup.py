@@ -1,0 +1,65 @@
+"""Guesses from what stands in a text, and exact decoding of texts that repeat themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+import hybrid_kv as hkv
+from hybrid_kv.models.prompt_lookup import PromptLookup
+from tests.models.exact_calls import answer, small
+from tests.serve.asking import small_model
+
+PERIOD = [5, 3, 9, 4, 7, 11, 6]
+
+
+@pytest.mark.parametrize(
+    ("ids", "more", "count", "found"),
+    [
+        ([1, 2, 3, 4, 5, 6, 1, 2, 3, 4], [], 4, [5, 6, 1, 2]),
+        ([1, 2, 3, 4, 5, 6, 1, 2, 3, 4], [], 1, [5]),
+        ([1, 2, 3, 4, 5, 6, 1, 2, 3, 4], [], 0, []),
+        ([1, 2, 3, 4, 5, 6, 1, 2], [3, 4], 2, [5, 6]),
+        ([1, 2, 3, 4, 5, 1, 2, 3, 4, 6, 1, 2, 3, 4], [], 2, [6, 1]),
+        ([1, 2, 3, 4, 5, 9, 2, 3, 4], [], 4, []),
+        ([1, 1, 1, 1, 1], [], 4, [1]),
+        ([1, 2, 3, 4], [], 4, []),
+        ([], [], 4, []),
+    ],
+)
+def test_what_followed_the_last_time(
+    ids: Sequence[int], more: Sequence[int], count: int, found: list[int]
+) -> None:
+    assert PromptLookup(ids).guess(more, count) == found
+    one_by_one = PromptLookup([])
+    for token in ids:
+        one_by_one.add(token)
+    assert one_by_one.num_tokens == len(ids)
+    assert one_by_one.guess(more, count) == found
+
+
+@pytest.mark.parametrize("settings", [{}, {"dense_extend_tokens": 1}, {"dense_extend_tokens": 3}])
+@pytest.mark.parametrize("sampled", [False, True])
+def test_steps_check_several_guesses_and_tokens_stay_those_of_full(
+    settings: dict[str, int], sampled: bool
+) -> None:
+    """A prompt of one period: sharp logits of a small vocabulary often go on with it."""
+    prompt, new = PERIOD * 60, 60
+    how = {"do_sample": True, "temperature": 0.7} if sampled else {}
+    steps = drafted = 0
+    for seed in range(3):
+        model = small_model(seed)
+        with hkv.load(model, config="full") as llm:
+            want = llm.generate(prompt, max_new_tokens=new, seed=seed, **how).token_ids
+        with hkv.load(model, config=small("hybrid", **settings)) as llm:
+            given = torch.tensor([prompt])
+            found = answer(llm, given, seed=seed, exact=True, max_new_tokens=new, **how)
+        assert found.token_ids == want
+        assert found.exact is not None
+        steps, drafted = steps + found.exact.steps, drafted + found.exact.drafted
+    if settings.get("dense_extend_tokens") == 1:
+        assert steps >= drafted
+    else:
+        assert steps < drafted
