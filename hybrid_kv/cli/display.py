@@ -83,7 +83,7 @@ def stats_line(generation: Generation, *, interrupted: bool) -> str:
 
 
 def _exact_words(work: ExactWork) -> str:
-    """What exact decoding took, of which little is said where nothing was drafted."""
+    """Words on the work of exact decoding; few where nothing was drafted."""
     if not work.passes:
         return "exact: every step read everything"
     words = f"exact: {work.drafted:,} tokens drafted, {work.accepted:,} accepted in "

@@ -237,7 +237,7 @@ class ExactReport(Group):
 
 
 class TokenErrorReport(Group):
-    """How far the distribution of one token may be from full attention's; see `TokenError`."""
+    """Estimated distance of one token's distribution from full attention's; see `TokenError`."""
 
     kl: float
     kl_bar: float

@@ -54,7 +54,7 @@ _LEAST = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class TokenError:
-    """How far the distribution of one token may be from that of full attention.
+    """Estimated distance of the distribution of one token from full attention's.
 
     Of this step alone, given the tokens before it. All are 0 where the step read everything, as the
     prompt's last one does, which gives the first token.
@@ -160,7 +160,7 @@ def half_of(step: HalvedStep, part: PartialAttention, row: int = 0) -> Tensor:
 
 
 class _Halving:
-    """What a query found, and its better half.
+    """The entries that a query found, and the better half of them.
 
     Args:
         q: [Hkv, M, D] float32. ids: by extent [Hkv, M, K] of its entries, -1 for none.

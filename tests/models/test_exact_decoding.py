@@ -237,7 +237,8 @@ def test_windows_are_as_small_as_before() -> None:
             answer(llm, ids(), cache, exact=exact)
             windows = [layer for layer in cache.layers if layer.is_sliding]
             assert not any(layer.record_past for layer in windows)
-            resident = [len(held(cache, layer).resident) for layer in cache.kv.stores]
+            layers = [shape.layer_idx for shape in cache.kv.info.layers]
+            resident = [len(held(cache, layer).resident) for layer in layers]
             found.append([layer.keys.shape[2] for layer in windows] + resident)
     assert found[0] == found[1]
 
