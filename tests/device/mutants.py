@@ -291,7 +291,7 @@ MUTANTS = [
     ),
     Mutant(
         "a new page is listed nowhere",
-        "ops/reference.py",
+        "ops/reference_pages.py",
         "    table[listed - 1 : listed] = slot\n",
         "",
         [f"{NUMBERS}::test_steps_by_numbers_give_what_the_host_gives[full-late]"],
