@@ -1,10 +1,10 @@
 """Kernels by their definitions: one launch each, computed by torch when the stream gets there.
 
 What a kernel computes is defined in plain torch (`ops/reference.py`, `ops/reference_pages.py`,
-`ops/sketch_select.py`, `ops/tail.py`), and tests/ops/triton holds the kernels to it. With the definitions as kernels a
-device selects by itself, records and replays what it is told, without Triton and in a hundredth of
-the interpreter's time. They read page-locked memory when they run, and write only what they are
-given, as kernels do.
+`ops/sketch_select.py`, `ops/tail.py`), and tests/ops/triton holds the kernels to it. With the
+definitions as kernels a device selects by itself, records and replays what it is told, without
+Triton and in a hundredth of the interpreter's time. They read page-locked memory when they run, and
+write only what they are given, as kernels do.
 """
 
 from __future__ import annotations
