@@ -79,13 +79,15 @@ class LLM:
             stream: yield pieces of text as they come; the Generation is the stream's `result`.
             options: `max_new_tokens` (default 128), `stop` (strings that end the text and are cut
                 off), `seed`, `on_prefill` (called with (done, total) while the prompt is computed),
-                `cancel` (a threading.Event that ends the call early), `token_errors` (True: the
-                Generation says of each token how far it may be from full attention's; refused for
-                methods whose steps cannot tell), and everything transformers' GenerationConfig
-                knows (`do_sample`, `temperature`, `top_p`, `num_beams`, ...), by keyword or as
-                `generation_config`. One answer comes back, as a Generation, from a cache made here:
-                `num_return_sequences` above 1, `return_dict_in_generate`, `cache`, `streamer`,
-                `attention_mask` and `output_...` are refused;
+                `cancel` (a threading.Event that ends the call early), `exact` (True: the tokens of
+                full attention, which the method drafts; a number: at most so many at once; refused
+                for methods that lose entries), `token_errors` (True: the Generation says of each
+                token how far it may be from full attention's; refused for methods whose steps
+                cannot tell), and everything transformers' GenerationConfig knows (`do_sample`,
+                `temperature`, `top_p`, `num_beams`, ...), by keyword or as `generation_config`. One
+                answer comes back, as a Generation, from a cache made here: `num_return_sequences`
+                above 1, `return_dict_in_generate`, `cache`, `streamer`, `attention_mask` and
+                `output_...` are refused;
                 `model.generate` inside `attach` has them all.
 
         Raises:

@@ -121,7 +121,7 @@ class Turn:
         if self._stop and self._llm.tokenizer is None:
             raise ConfigError("stop strings need a tokenizer, and the model has none")
         check_room(self._llm, self.cache, self._ids.shape[1] + self._max_new)
-        if self._most_drafts != 0:
+        if self.is_exact:
             self._check_exact()
 
     def _check_exact(self) -> None:
@@ -178,7 +178,7 @@ class Turn:
         return prefixes.begun(self.cache, self._ids)
 
     def _compute(self, clock: TokenClock) -> Tensor:
-        if self._most_drafts != 0:
+        if self.is_exact:
             drop_inexact(self.cache, self._ids.shape[1])
         self.cache.kv.means.reserve(self._ids.shape[1] + self._max_new)
         new = self._ids.shape[1] - self.cache.get_seq_length()
@@ -198,7 +198,7 @@ class Turn:
 
     def _generate(self, clock: TokenClock) -> Tensor:
         model: Any = self._llm.model
-        if self._most_drafts != 0:
+        if self.is_exact:
             self._exact = ExactDecoding(self.cache, self._most_drafts, clock)
         output: Tensor = model.generate(
             self._ids,
@@ -224,9 +224,14 @@ class Turn:
         return bool(self._options.get("num_beams", 1) != 1)
 
     @property
+    def is_exact(self) -> bool:
+        """Whether every token is to be full attention's."""
+        return self._most_drafts != 0
+
+    @property
     def takes_fork(self) -> bool:
         """Whether what comes with the turn cannot be taken back from the cache."""
-        forgets = self._most_drafts != 0 and self.cache.exact_tokens < self.cache.get_seq_length()
+        forgets = self.is_exact and self.cache.exact_tokens < self.cache.get_seq_length()
         return self.has_beams or forgets
 
     @contextmanager

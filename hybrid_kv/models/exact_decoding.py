@@ -35,8 +35,11 @@ from hybrid_kv.models.exact_steps import (
 from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.models.prompt_lookup import PromptLookup
 
-_OTHER_LOOPS = ("guidance_scale", "watermarking_config", "prefill_chunk_size", "dola_layers")
-"""Settings of transformers that stand for passes of the model, or a state, of their own."""
+_OTHER_LOOPS = (
+    *("guidance_scale", "watermarking_config", "prefill_chunk_size", "dola_layers"),
+    "return_dict_in_generate",
+)
+"""Settings of transformers that stand for passes of the model, a state or a result of their own."""
 
 
 class ExactDecoding:
@@ -72,14 +75,26 @@ class ExactDecoding:
         logits_processor: LogitsProcessorList,
         stopping_criteria: StoppingCriteriaList,
         generation_config: GenerationConfig,
-        **_: Any,
+        **inputs: Any,
     ) -> Tensor:
         """Continues input_ids [1, tokens], of which the cache may hold the first ones.
 
         Returns:
             [1, tokens + new] int64.
+
+        Raises:
+            ConfigError: it is several sequences, or padded, or the settings ask for another loop.
         """
         check_generation(generation_config)
+        # Not by name, or transformers would take it away from its own preparation.
+        mask: Tensor | None = inputs.get("attention_mask")
+        padded = mask is not None and not bool(mask.all())
+        if len(input_ids) != 1 or padded:
+            got = f"{len(input_ids)} sequences" if len(input_ids) != 1 else "padding"
+            raise ConfigError(
+                f"exact decoding must have one sequence without padding, got {got}; call it for "
+                "each by itself"
+            )
         cache, most = self._cache, self._most_drafts or most_drafts_on(input_ids.device)
         steps = ExactSteps(model, cache, most, self.work)
         run = _Answer(steps, logits_processor, stopping_criteria, generation_config, self._streamer)
@@ -93,7 +108,7 @@ def check_generation(config: GenerationConfig) -> None:
     model that this one does not make.
     """
     plain = GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE
-    others = [name for name in _OTHER_LOOPS if getattr(config, name, None) is not None]
+    others = [name for name in _OTHER_LOOPS if getattr(config, name, None) not in (None, False)]
     if not others and config.get_generation_mode() not in plain:
         others = [config.get_generation_mode().value]
     if others:

@@ -29,6 +29,7 @@ from hybrid_kv.models.forwards import passing
 from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.models.packed_linear import PackedLinear
 from hybrid_kv.plugins import Method
+from hybrid_kv.runtime.cache_context import stores_as_is
 
 _GUESSED = 4
 """Tokens that are looked up in the text and checked by one step of the method, which then reads the
@@ -247,7 +248,7 @@ def check_exact(cache: TieredCache) -> None:
 
 
 def _loses(method: Method, layer_idx: int) -> bool:
-    return type(method).write is not Method.write or method.seal(layer_idx, ()).drops
+    return not stores_as_is(method) or method.seal(layer_idx, ()).drops
 
 
 def drop_inexact(cache: TieredCache, num_tokens: int) -> None:

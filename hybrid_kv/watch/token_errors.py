@@ -16,7 +16,7 @@ the better half.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import exp, log
 from typing import NamedTuple, Protocol
@@ -26,10 +26,11 @@ from torch import Tensor
 
 from hybrid_kv.ops.tail import AttendedSums, Tail, capped
 from hybrid_kv.plugins import Placement
-from hybrid_kv.store import LayerStore, Retrieved, Row
+from hybrid_kv.store import Retrieved, Row
 from hybrid_kv.store.extent import ExtentView
 from hybrid_kv.store.search import by_span, estimate_unread
 from hybrid_kv.types import PartialAttention, Read, TokenBudget
+from hybrid_kv.watch.audit import WatchedStep
 
 
 class Calibration(NamedTuple):
@@ -119,24 +120,13 @@ def why_unknown(place: Placement, read: Read, *, as_is: bool) -> str | None:
 # A step's half -----------------------------------------------------------------------------------
 
 
-class HalvedStep(Protocol):
-    """A decode step of one layer, as `half_of` reads it; see `runtime.step.Step`.
+class HalvedStep(WatchedStep, Protocol):
+    """A decode step of one layer, as `half_of` reads it. new: its tokens."""
 
-    grouped: the queries [B, Hkv, G * T, D]. found: by row, what was retrieved under which budget.
-    """
-
-    @property
-    def layer(self) -> LayerStore: ...
     @property
     def new(self) -> int: ...
     @property
-    def grouped(self) -> Tensor: ...
-    @property
-    def scale(self) -> float: ...
-    @property
-    def softcap(self) -> float | None: ...
-    @property
-    def found(self) -> dict[int, tuple[TokenBudget, Retrieved]] | None: ...
+    def found(self) -> Mapping[int, tuple[TokenBudget, Retrieved]] | None: ...
 
 
 def half_of(step: HalvedStep, part: PartialAttention, row: int = 0) -> Tensor:

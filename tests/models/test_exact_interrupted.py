@@ -317,3 +317,26 @@ def test_the_loop_serves_generate_of_an_attached_model() -> None:
         )
     assert out[0, PROMPT:].tolist() == full_tokens(model, ids())
     assert loop.work.drafted > loop.work.accepted > 0
+
+
+@pytest.mark.parametrize(
+    ("rows", "hidden", "options", "said"),
+    [
+        (2, 0, {}, "one sequence without padding, got 2 sequences"),
+        (1, 3, {}, "one sequence without padding, got padding"),
+        (1, 0, {"return_dict_in_generate": True}, "plain sampling, got return_dict_in_generate"),
+    ],
+)
+def test_calls_of_transformers_that_it_does_not_serve_are_refused(
+    rows: int, hidden: int, options: dict[str, Any], said: str
+) -> None:
+    model: Any = build("llama")
+    given = ids().repeat(rows, 1)
+    mask = torch.ones_like(given)
+    mask[:, :hidden] = 0
+    with hkv.attach(model, small()) as runtime:
+        cache = runtime.cache()
+        asked = {**passing(cache), "max_new_tokens": NEW, "custom_generate": ExactDecoding(cache)}
+        with pytest.raises(ConfigError, match=said):
+            model.generate(given, attention_mask=mask, **asked, **options)
+        assert cache.get_seq_length() == 0
