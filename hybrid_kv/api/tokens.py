@@ -21,6 +21,9 @@ NO_TEMPLATE: Final = "none"
 _MARKS = range(0x10F000, 0x10FFFE)
 """Characters that mean nothing by definition (Unicode's last private plane)."""
 
+_PROBE = "hybrid_kv_probe"
+"""Name of a tool that nobody has."""
+
 Message = Mapping[str, Any]
 Ids: TypeAlias = Sequence[int] | npt.NDArray[np.int64]
 
@@ -59,15 +62,15 @@ def checked(messages: object) -> list[Message]:
 class ChatTemplate:
     """Renders messages as the tokenizer says.
 
-    Special tokens that stand in a message's content are text, not tokens: nobody ends a turn by
-    typing `<|im_end|>`.
+    Special tokens that stand in a message's content, or in a tool's description, are text, not
+    tokens: nobody ends a turn by typing `<|im_end|>`.
 
-    name: the first digits of the template's SHA-256; for reports.
+    text: the template. name: the first digits of its SHA-256; for reports.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._tokenizer = tokenizer
-        self.name = sha256(str(tokenizer.get_chat_template()).encode()).hexdigest()[:12]
+        self._tokenizer, self.text = tokenizer, str(tokenizer.get_chat_template())
+        self.name = sha256(self.text.encode()).hexdigest()[:12]
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase | None) -> ChatTemplate | None:
@@ -87,7 +90,10 @@ class ChatTemplate:
             ) from error
 
     def encode(
-        self, messages: Sequence[Message], check: Callable[[str], None] = lambda _: None
+        self,
+        messages: Sequence[Message],
+        check: Callable[[str], None] = lambda _: None,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> list[int]:
         """Token ids of the messages and of what begins the answer.
 
@@ -96,16 +102,27 @@ class ChatTemplate:
         Args:
             check: called with the rendered text before it is encoded, to raise what it likes;
                 special tokens in contents are one character each there.
+            tools: functions that the answer may call, if the template `takes_tools`.
 
         Raises:
             ConfigError: the template refuses the messages; the message says why.
         """
-        marks = self._marks(messages)
-        hidden = [{**message, "content": _hide(message["content"], marks)} for message in messages]
-        opened = messages[-1]["role"] == "assistant"
-        text = self._render(hidden, add_generation_prompt=not opened, continue_final_message=opened)
+        marks = self._marks([messages, tools])
+        hidden, described = _hide(messages, marks), _hide(tools, marks)
+        opened = messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")
+        how = {"add_generation_prompt": not opened, "continue_final_message": opened}
+        text = self._render(hidden, **how, **({"tools": described} if tools else {}))
         check(text)
         return [token for part in self._encoded_parts(text, marks) for token in part]
+
+    def takes_tools(self) -> bool:
+        """Whether tools that are given stand in the text."""
+        tool = {"name": _PROBE, "description": "", "parameters": {"type": "object"}}
+        talk = [{"role": "user", "content": "a"}]
+        try:
+            return _PROBE in self._render(talk, tools=[{"type": "function", "function": tool}])
+        except ConfigError:
+            return False
 
     def end_ids(self) -> list[int]:
         """The special token that ends an answer, if the template writes one: [] or one id.
@@ -118,7 +135,7 @@ class ChatTemplate:
         first = self._encode(rest)[:1]
         return [token for token in first if token in self._special()]
 
-    def _render(self, messages: Sequence[Message], **how: bool) -> str:
+    def _render(self, messages: Sequence[Message], **how: Any) -> str:
         tokenizer: Any = self._tokenizer
         try:
             return str(tokenizer.apply_chat_template(messages, tokenize=False, **how))
@@ -129,9 +146,9 @@ class ChatTemplate:
                 "it refuses, or do without the template (raw)"
             ) from error
 
-    def _marks(self, messages: Sequence[Message]) -> dict[str, str]:
-        """A meaningless character for each special token that stands in a content."""
-        written = "".join(message["content"] for message in messages)
+    def _marks(self, given: Any) -> dict[str, str]:
+        """A meaningless character for each special token that stands in a text given."""
+        written = "".join(_texts(given))
         free = (chr(code) for code in _MARKS if chr(code) not in written)
         words = [str(token) for token in self._special().values()]
         # The longest first, or "<s>" would be found inside "<<s>>".
@@ -157,10 +174,29 @@ class ChatTemplate:
         return list(self._tokenizer(text, add_special_tokens=False, **how)["input_ids"])
 
 
-def _hide(content: str, marks: dict[str, str]) -> str:
-    for mark, word in marks.items():
-        content = content.replace(word, mark)
-    return content
+def _texts(given: Any) -> Iterator[str]:
+    """All texts in lists and mappings."""
+    if isinstance(given, str):
+        yield given
+    elif isinstance(given, Mapping):
+        for name, value in given.items():
+            yield from (str(name), *_texts(value))
+    elif isinstance(given, Sequence):
+        for value in given:
+            yield from _texts(value)
+
+
+def _hide(given: Any, marks: dict[str, str]) -> Any:
+    """The same with marks for words in all texts."""
+    if isinstance(given, Mapping):
+        return {_hide(name, marks): _hide(value, marks) for name, value in given.items()}
+    if isinstance(given, str):
+        for mark, word in marks.items():
+            given = given.replace(word, mark)
+        return given
+    if isinstance(given, Sequence):
+        return [_hide(value, marks) for value in given]
+    return given
 
 
 class AskedMessages:

@@ -85,7 +85,7 @@ class AddressOptions:
 
 @dataclass(frozen=True, slots=True)
 class LimitOptions:
-    """Limits of requests, tokens and bytes."""
+    """Limits of requests, tokens and bytes, and what requests may say."""
 
     max_running: Annotated[
         int,
@@ -151,6 +151,15 @@ class LimitOptions:
             rich_help_panel=_LIMITS,
         ),
     ] = None
+    lenient: Annotated[
+        bool,
+        typer.Option(
+            "--lenient",
+            help="Ignore settings of requests that are not served, with a warning for each name, "
+            "where they are refused otherwise.",
+            rich_help_panel=_LIMITS,
+        ),
+    ] = False
     cache_dir: Annotated[
         Path | None,
         typer.Option(
@@ -330,6 +339,7 @@ def _rules(address: AddressOptions, limits: LimitOptions) -> Rules:
         hosts=LOCAL_HOSTS if local else None,
         max_body_bytes=longest,
         max_bodies_bytes=8 * longest,
+        lenient=limits.lenient,
     )
 
 

@@ -55,8 +55,9 @@ class ExactAnswer:
         return self._sampler.drafting()
 
     def draft(self, logits: Tensor, before: list[int]) -> tuple[int, bool]:
-        token = self._sampler.choose(logits).id
-        return token, token in self._request.end_ids
+        drafted = [*self._ids, *before]
+        token = self._sampler.choose(logits, drafted).id
+        return token, self._sampler.ends([*drafted, token])
 
     def guess(self, before: list[int], count: int) -> list[int]:
         return self._lookup.guess(before, count)

@@ -13,14 +13,16 @@ import torch
 from torch import Tensor
 from transformers import (
     LogitsProcessorList,
+    MinPLogitsWarper,
     PreTrainedTokenizerBase,
+    RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
 
 from hybrid_kv.api.tokens import decode_text
-from hybrid_kv.serve.requests import Sampling
+from hybrid_kv.serve.requests import Request
 
 _LONGEST, _KEPT = 96, 32
 """Tokens that are decoded together, and what is left of them as the context of the next ones."""
@@ -94,20 +96,29 @@ class Choice(NamedTuple):
 class Sampler:
     """Draws the tokens of one request, from random numbers of its own.
 
-    Temperature and cuts are transformers' and come in its order, so that a seed gives what
-    `generate(do_sample=True, seed=...)` gives.
+    Temperature, cuts and the penalty on repetition are transformers' and come in its order, so that
+    a seed gives what `generate(do_sample=True, seed=...)` gives.
 
     Args:
         device: where the logits are.
     """
 
-    def __init__(self, sampling: Sampling, device: torch.device) -> None:
-        self._sampling = sampling
+    def __init__(self, request: Request, device: torch.device) -> None:
+        self._request, self._sampling = request, request.sampling
+        sampling = request.sampling
         self._generator = torch.Generator(device)
         if sampling.seed is None:
             self._generator.seed()
         else:
             self._generator.manual_seed(sampling.seed)
+        self._grammar = None if request.grammar is None else request.grammar.copy()
+        self._bias = torch.tensor([bias for _, bias in sampling.logit_bias], device=device)
+        self._biased = torch.tensor([token for token, _ in sampling.logit_bias], device=device)
+        self._repeated = (
+            None
+            if sampling.repetition_penalty == 1
+            else RepetitionPenaltyLogitsProcessor(float(sampling.repetition_penalty))
+        )
         self._warp = LogitsProcessorList()
         if sampling.temperature not in (0, 1):
             self._warp.append(TemperatureLogitsWarper(float(sampling.temperature)))
@@ -115,6 +126,8 @@ class Sampler:
             self._warp.append(TopKLogitsWarper(sampling.top_k))
         if sampling.top_p < 1:
             self._warp.append(TopPLogitsWarper(float(sampling.top_p)))
+        if sampling.min_p:
+            self._warp.append(MinPLogitsWarper(float(sampling.min_p)))
 
     @contextmanager
     def drafting(self) -> Iterator[None]:
@@ -125,9 +138,10 @@ class Sampler:
         finally:
             self._generator.set_state(state)
 
-    def choose(self, logits: Tensor) -> Choice:
-        """The next token after logits [V]."""
-        row = logits.float()
+    def choose(self, logits: Tensor, ids: Sequence[int]) -> Choice:
+        """The next token after prompt and answer `ids`, out of logits [V]."""
+        raw = logits.float()
+        row = self._judged(raw, ids)
         if self._sampling.temperature == 0:
             token = int(row.argmax())
         else:
@@ -136,7 +150,34 @@ class Sampler:
             token = int(torch.multinomial(probabilities, 1, generator=self._generator))
         if (count := self._sampling.logprobs) is None:
             return Choice(token)
-        logprobs = row.log_softmax(-1)
-        values, ids = logprobs.topk(min(count, row.shape[0]))
-        top = tuple(zip(ids.tolist(), values.tolist(), strict=True))
+        logprobs = raw.log_softmax(-1)
+        values, indices = logprobs.topk(min(count, raw.shape[0]))
+        top = tuple(zip(indices.tolist(), values.tolist(), strict=True))
         return Choice(token, float(logprobs[token]), top)
+
+    def ends(self, ids: Sequence[int]) -> bool:
+        """Whether an answer ends with the last of these tokens."""
+        if ids[-1] in self._request.end_ids:
+            return True
+        return self._grammar is not None and self._grammar.is_complete(self._answer(ids))
+
+    def _answer(self, ids: Sequence[int]) -> Sequence[int]:
+        return ids[len(self._request.ids) :]
+
+    def _judged(self, row: Tensor, ids: Sequence[int]) -> Tensor:
+        """Logits with biases and penalties, and without what may not follow."""
+        sampling, answer = self._sampling, self._answer(ids)
+        if len(self._bias):
+            row = row.index_add(0, self._biased, self._bias)
+        if self._repeated is not None:
+            row = self._repeated(torch.tensor([ids], device=row.device), row[None])[0]
+        if answer and (sampling.frequency_penalty or sampling.presence_penalty):
+            said, times = torch.tensor(answer, device=row.device).unique(return_counts=True)
+            penalty = sampling.frequency_penalty * times + sampling.presence_penalty
+            row = row.index_add(0, said, -penalty.to(row))
+        if len(answer) < sampling.min_tokens and self._request.end_ids:
+            ends = torch.tensor(self._request.end_ids, device=row.device)
+            row = row.index_fill(0, ends, -torch.inf)
+        if self._grammar is not None:
+            row = row.masked_fill(~self._grammar.allowed(answer).to(row.device), -torch.inf)
+        return row

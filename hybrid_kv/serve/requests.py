@@ -9,11 +9,14 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from time import monotonic
-from typing import Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from hybrid_kv.config import HybridConfig
 from hybrid_kv.errors import ConfigError, HybridKVError, said
 from hybrid_kv.models.exact_steps import ExactWork
+
+if TYPE_CHECKING:
+    from hybrid_kv.serve.grammars import Grammar
 
 Reason: TypeAlias = Literal["stop", "length", "cancelled", "timeout", "error"]
 """Why an answer ended."""
@@ -44,7 +47,12 @@ class Sampling:
     temperature: 0 takes the likeliest token. top_p: of the likeliest tokens as many as hold this
     share of the probability. top_k: of the likeliest tokens so many; 0 for all. seed: the same one
     draws the same tokens from the same logits; None for a new one. logprobs: report the log
-    probability of each token and of so many likeliest ones beside it; None for neither.
+    probability of each token and of so many likeliest ones beside it; None for neither. min_p:
+    tokens with less than this share of the likeliest one's probability are left out.
+    frequency_penalty, presence_penalty: taken off a logit for each time, and once, that the answer
+    has the token. repetition_penalty: logits of tokens in prompt or answer are divided by it, or
+    multiplied where they are below 0. logit_bias: added to the logits of these tokens. min_tokens:
+    before so many, none ends the answer.
 
     Raises:
         ConfigError: a number is out of range.
@@ -55,9 +63,22 @@ class Sampling:
     top_k: int = 0
     seed: int | None = None
     logprobs: int | None = None
+    min_p: float = 0.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0
 
     def __post_init__(self) -> None:
         _number("temperature", self.temperature, 0, 100)
+        _number("min_p", self.min_p, 0, 1)
+        _number("frequency_penalty", self.frequency_penalty, -2, 2)
+        _number("presence_penalty", self.presence_penalty, -2, 2)
+        _number("repetition_penalty", self.repetition_penalty, 0.01, 100)
+        for _, bias in self.logit_bias:
+            _number("logit_bias", bias, -100, 100)
+        _whole("min_tokens", self.min_tokens, 0)
         _number("top_p", self.top_p, 0, 1)
         if self.top_p == 0:
             raise ConfigError("top_p must be above 0, got 0; use temperature=0 for greedy answers")
@@ -76,7 +97,8 @@ class Request:
     config: method and budgets of this request; None for the model's. audit_every: decode steps from
     one look of the audit to the next, in place of the configuration's. timeout_s: from submission;
     None for the server's limit. places: report where in the prompt the answer looked. exact: every
-    token is full attention's; the method drafts them.
+    token is full attention's; the method drafts them. grammar: that the answer keeps to, and with
+    which it ends.
 
     Raises:
         ConfigError: a field is of a wrong type or out of range.
@@ -92,6 +114,7 @@ class Request:
     timeout_s: float | None = None
     places: bool = False
     exact: bool = False
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         if not self.ids:
@@ -99,6 +122,11 @@ class Request:
         _whole("max_new_tokens", self.max_new_tokens, 1)
         if not all(isinstance(stop, str) and stop for stop in self.stop):
             raise ConfigError("stop strings must be text and not empty; leave `stop` out for none")
+        if self.grammar is not None and self.sampling.min_tokens:
+            raise ConfigError(
+                "min_tokens must be 0 beside a schema, a grammar or a call that must come, got "
+                f"{self.sampling.min_tokens}; the answer ends where they end; leave it out"
+            )
         if self.audit_every is not None:
             _whole("audit_every", self.audit_every, 0)
         if self.timeout_s is not None:

@@ -72,7 +72,7 @@ class RunningRequest:
         self._first: Tensor | None = None  # the logits after the prompt
         self._aside: tuple[Future[None], Callable[[], None]] | None = None
         self._then: Callable[[], None] | None = None
-        self._sampler = Sampler(self.request.sampling, llm.runtime.device)
+        self._sampler = Sampler(self.request, llm.runtime.device)
         self._text = AnswerText(llm.tokenizer, self.request.stop)
         self._places = Places() if self.request.places else None
         self._exact: ExactAnswer | None = None
@@ -218,10 +218,10 @@ class RunningRequest:
 
     def take(self, logits: Tensor) -> Reason | None:
         """Chooses the next token and hands it out; says why the answer ends with it, if it does."""
-        choice = self._sampler.choose(logits)
+        choice = self._sampler.choose(logits, self.ids)
         self.times.append(monotonic())
         self.ids.append(choice.id)
-        ends = choice.id in self.request.end_ids
+        ends = self._sampler.ends(self.ids)
         full = len(self.times) == self.request.max_new_tokens
         text = self._text.add(choice.id, last=ends or full)
         self.ticket.put(Token(choice.id, text, choice.logprob, choice.top))

@@ -19,6 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from hybrid_kv.serve.http.errors import ApiError, ended_early
 from hybrid_kv.serve.http.service import ParsedRequest, Service
+from hybrid_kv.serve.http.tools import CallReader
 from hybrid_kv.serve.requests import (
     Finished,
     Happening,
@@ -192,12 +193,12 @@ async def _chunks(
                 if failed or (happened.reason == "timeout" and not any_token):
                     yield event(ended_early(happened.reason, happened.error).body)
                     return
-                if held[number]:
-                    yield chunk(number, forms[number].chunk(held[number]))
-                last = forms[number].last(finish_of(happened.reason))
+                rest = [forms[number].chunk(held[number])] if held[number] else []
+                rest += forms[number].last(finish_of(happened.reason))
                 if extended:
-                    last["hybrid_kv"] = report_of(happened)
-                yield chunk(number, last)
+                    rest[-1]["hybrid_kv"] = report_of(happened)
+                for piece in rest:
+                    yield chunk(number, piece)
     if include_usage:
         in_order = [ends[number] for number in range(len(forms))]
         yield event({**head, "choices": [], **_usage(order, in_order)})
@@ -251,7 +252,7 @@ class Form(Protocol):
 
     def chunk(self, tokens: Sequence[Token]) -> Json: ...
 
-    def last(self, finish: str) -> Json: ...
+    def last(self, finish: str) -> list[Json]: ...
 
 
 class ChatForm:
@@ -259,25 +260,48 @@ class ChatForm:
 
     Args:
         piece: the text of one token; None where log probabilities were not asked for.
+        calls: reads calls out of the text; None where there is nothing to call.
     """
 
     name, chunk_name = "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, piece: Piece | None) -> None:
-        self._piece = piece
+    def __init__(self, piece: Piece | None, calls: CallReader | None = None) -> None:
+        self._piece, self._calls = piece, calls
+        self._given = 0  # calls that have gone out
 
     def whole(self, tokens: Sequence[Token], finish: str) -> Json:
-        message = {"role": "assistant", "content": text_of(tokens), "refusal": None}
+        message: Json = {"role": "assistant", "content": text_of(tokens), "refusal": None}
+        if (reader := self._calls) is not None:
+            shown = reader.add(text_of(tokens)) + reader.close()
+            if reader.calls:
+                message |= {"content": shown or None, "tool_calls": reader.calls}
+        finish = self._finish(finish)
         return {"message": message, "logprobs": self._logprobs(tokens), "finish_reason": finish}
 
     def first(self) -> Json:
         return _chunk({"role": "assistant", "content": ""})
 
     def chunk(self, tokens: Sequence[Token]) -> Json:
-        return _chunk({"content": text_of(tokens)}, self._logprobs(tokens))
+        text = text_of(tokens)
+        shown = text if self._calls is None else self._calls.add(text)
+        return _chunk({"content": shown, **self._new_calls()}, self._logprobs(tokens))
 
-    def last(self, finish: str) -> Json:
-        return _chunk({}, finish=finish)
+    def last(self, finish: str) -> list[Json]:
+        rest = "" if self._calls is None else self._calls.close()
+        calls = self._new_calls()
+        left = [_chunk({"content": rest, **calls})] if rest or calls else []
+        return [*left, _chunk({}, finish=self._finish(finish))]
+
+    def _new_calls(self) -> Json:
+        """Whole calls that have come since; nothing where there are none."""
+        calls = [] if self._calls is None else self._calls.calls
+        new = [{"index": number, **call} for number, call in enumerate(calls)][self._given :]
+        self._given = len(calls)
+        return {"tool_calls": new} if new else {}
+
+    def _finish(self, finish: str) -> str:
+        has_called = self._calls is not None and bool(self._calls.calls)
+        return "tool_calls" if has_called and finish == "stop" else finish
 
     def _logprobs(self, tokens: Sequence[Token]) -> Json | None:
         if self._piece is None:
@@ -320,8 +344,8 @@ class CompletionForm:
         logprobs = self._logprobs(tokens)
         return {"text": text_of(tokens), "logprobs": logprobs, "finish_reason": None}
 
-    def last(self, finish: str) -> Json:
-        return {"text": "", "logprobs": None, "finish_reason": finish}
+    def last(self, finish: str) -> list[Json]:
+        return [{"text": "", "logprobs": None, "finish_reason": finish}]
 
     def _logprobs(self, tokens: Sequence[Token]) -> Json | None:
         if self._piece is None:

@@ -9,7 +9,7 @@ import asyncio
 import hmac
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,17 +31,18 @@ from hybrid_kv.serve.http.answers import (
     streamed,
     unless_left,
 )
+from hybrid_kv.serve.http.chat import ChatRequest, TokenizeRequest
 from hybrid_kv.serve.http.errors import ApiError, api_error
 from hybrid_kv.serve.http.metrics import CONTENT_TYPE, RequestLine
 from hybrid_kv.serve.http.page import PARTS, UPLOAD, add_page
 from hybrid_kv.serve.http.schemas import (
-    ChatRequest,
     CompletionRequest,
     Generating,
-    TokenizeRequest,
     first_problem,
+    lenient,
 )
 from hybrid_kv.serve.http.service import ParsedRequest, Service
+from hybrid_kv.serve.http.tools import CallReader
 
 log = logging.getLogger("hybrid_kv.serve")
 
@@ -56,6 +57,7 @@ class Rules:
     for any. Where it serves this machine alone, no other name means it, and a page of somebody
     else's that has its own name lead here (DNS rebinding) is refused. max_body_bytes: of one body;
     max_bodies_bytes: of all that are being read or answered. body_seconds: for a body to arrive.
+    lenient: settings that are not served are ignored, each with one warning, and not refused.
     """
 
     api_key: str | None = None
@@ -63,6 +65,7 @@ class Rules:
     max_body_bytes: int = 32 * 2**20
     max_bodies_bytes: int = 256 * 2**20
     body_seconds: float = 30.0
+    lenient: bool = False
 
 
 class Guard:
@@ -86,6 +89,7 @@ class Guard:
         self._app, self._rules, self._is_open = app, rules, is_open
         self._documents, self._responded = documents, responded
         self._held = 0
+        self._ignored: set[str] = set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request of HTTP; of all else what the application says."""
@@ -125,9 +129,15 @@ class Guard:
         body = bytearray()
         try:
             await self._read(headers, receive, body)
-            await self._app(scope, _replayed(bytes(body), receive), send)
+            with lenient(self._ignore) if self._rules.lenient else nullcontext():
+                await self._app(scope, _replayed(bytes(body), receive), send)
         finally:
             self._held -= len(body)
+
+    def _ignore(self, name: str) -> None:
+        if name not in self._ignored and len(self._ignored) < _MOST_IGNORED:
+            self._ignored.add(name)
+            log.warning("'%s' of requests is ignored; it is not served here", name[:100])
 
     def _check_host(self, headers: Headers) -> None:
         allowed = self._rules.hosts
@@ -221,6 +231,8 @@ class Guard:
 
 
 _LAST_SECONDS = 1.0
+_MOST_IGNORED = 1000
+"""Names of settings that are remembered: clients may send any."""
 
 
 def _host(header: str) -> str:
@@ -315,7 +327,11 @@ def _add_answers(app: FastAPI, service: Service) -> None:
         """Answers messages."""
         order = await unless_left(http, service.of_chat(asked))
         piece = service.texts.piece if asked.logprobs else None
-        return await answer(asked, order, [ChatForm(piece) for _ in order.requests], http)
+        functions = [tool.rendered()["function"] for tool in asked.callable]
+        forms = [
+            ChatForm(piece, CallReader(functions) if functions else None) for _ in order.requests
+        ]
+        return await answer(asked, order, forms, http)
 
     @app.post("/v1/completions", response_model=None)
     async def complete(asked: CompletionRequest, http: HttpRequest) -> Response:

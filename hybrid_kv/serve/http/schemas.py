@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import (
@@ -17,6 +20,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from hybrid_kv.errors import nearest_name, said
+from hybrid_kv.serve.grammars import ANY_OBJECT, GrammarText
 
 MOST_CHOICES = 16
 """Answers of one request: prompts times `n`."""
@@ -29,31 +33,19 @@ _UNSERVED: Mapping[str, tuple[object, ...]] = {
     "best_of": (1,),
     "cache_salt": (),
     "echo": (False,),
-    "frequency_penalty": (0,),
     "function_call": ("none", "auto"),
     "functions": ([],),
     "guided_choice": (),
     "guided_grammar": (),
     "guided_json": (),
     "guided_regex": (),
-    "ignore_eos": (False,),
-    "logit_bias": ({},),
-    "min_p": (0,),
-    "min_tokens": (0,),
     "modalities": (["text"],),
     "moderation": (),
-    "parallel_tool_calls": (True, False),
     "prediction": (),
-    "presence_penalty": (0,),
     "reasoning_effort": (),
-    "repetition_penalty": (1,),
-    "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
-    "stop_token_ids": ([],),
     "store": (False,),
     "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "use_beam_search": (False,),
     "verbosity": ("medium",),
     "web_search_options": (),
@@ -66,8 +58,24 @@ _UNSERVED: Mapping[str, tuple[object, ...]] = {
 """Settings of others, with the values (None apart) that ask for what is done anyway."""
 
 
+_IGNORE: ContextVar[Callable[[str], None] | None] = ContextVar("ignore", default=None)
+
+
+@contextmanager
+def lenient(ignored: Callable[[str], None]) -> Iterator[None]:
+    """A block in which settings that are not served are ignored; `ignored` is called with each."""
+    before = _IGNORE.set(ignored)
+    try:
+        yield
+    finally:
+        _IGNORE.reset(before)
+
+
 class StrictSchema(BaseModel):
-    """A part of a request; unknown names are refused with the nearest known one."""
+    """A part of a request; unknown names are refused with the nearest known one.
+
+    In a `lenient` block names that are not served are ignored.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
 
@@ -78,18 +86,24 @@ class StrictSchema(BaseModel):
     def _known_and_served(cls, data: Any) -> Any:
         if not isinstance(data, Mapping):
             return data
-        kept = {}
+        known = {field.alias or name: name for name, field in cls.model_fields.items()}
+        kept, ignore = {}, _IGNORE.get()
         for name, value in data.items():
-            if name in cls.model_fields:
+            if name in known:
                 kept[name] = value
-            elif name in cls.unserved:
+                continue
+            try:
+                if name not in cls.unserved:
+                    raise refusal(
+                        f"unknown setting '{name}'; {_did_you_mean(name, known)}known: "
+                        f"{', '.join(sorted(known))}",
+                        name,
+                    )
                 cls._refuse_unserved(name, value)
-            else:
-                raise _refusal(
-                    f"unknown setting '{name}'; {_did_you_mean(name, cls.model_fields)}known: "
-                    f"{', '.join(sorted(cls.model_fields))}",
-                    name,
-                )
+            except PydanticCustomError:
+                if ignore is None:
+                    raise
+                ignore(name)
         return kept
 
     @classmethod
@@ -98,7 +112,7 @@ class StrictSchema(BaseModel):
         same = any(value is it or (_plain(value) == _plain(it)) for it in harmless)
         if value is not None and ANYTHING not in harmless and not same:
             only = " or ".join(map(repr, harmless)) or "null"
-            raise _refusal(
+            raise refusal(
                 f"'{name}' is not served here, got {said(value)}; leave it out or write {only}",
                 name,
             )
@@ -109,7 +123,8 @@ def _plain(value: object) -> object:
     return (isinstance(value, bool), value)
 
 
-def _refusal(sentence: str, name: str) -> PydanticCustomError:
+def refusal(sentence: str, name: str) -> PydanticCustomError:
+    """An error of a validator, which says the sentence about the setting of this name."""
     # The sentence goes in as a value: what is in braces in a template would be filled in.
     context = {"sentence": _encodable(sentence), "name": _encodable(name)}
     return PydanticCustomError("refused", "{sentence}", context)
@@ -151,14 +166,14 @@ def first_problem(errors: list[Any]) -> tuple[str, str | None]:
 
 
 _LENGTHS = {"too_short": ("at least", "min_length"), "too_long": ("at most", "max_length")}
-_MEMBERS = {"str", "int", "float", "bool", "list", "dict", "none", "TextPart"}
+_MEMBERS = {"str", "int", "float", "bool", "list", "dict", "none", "TextPart", "NamedTool"}
 
 
 def _whole_characters(text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise _refusal("text must be whole characters, got half of a surrogate pair", "") from None
+        raise refusal("text must be whole characters, got half of a surrogate pair", "") from None
     return text
 
 
@@ -190,6 +205,59 @@ class Extensions(StrictSchema):
     exact: bool = False
 
 
+class NamedSchema(StrictSchema):
+    """A JSON schema with a name, which changes nothing, nor does `strict`: all are kept to."""
+
+    unserved = {"description": (ANYTHING,), "name": (ANYTHING,), "strict": (ANYTHING,)}
+
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+
+
+class ResponseFormat(StrictSchema):
+    """The form of an answer: text, any JSON object, or JSON by a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: NamedSchema | None = None
+
+    @model_validator(mode="after")
+    def _schema_where_it_belongs(self) -> ResponseFormat:
+        if (self.json_schema is None) == (self.type == "json_schema"):
+            got = "none" if self.json_schema is None else f"it with type '{self.type}'"
+            raise refusal(f"json_schema belongs to type 'json_schema', got {got}", "json_schema")
+        return self
+
+    @property
+    def schema_asked(self) -> dict[str, Any] | None:
+        """None for text."""
+        named = self.json_schema
+        return named.schema_ if named else ANY_OBJECT if self.type == "json_object" else None
+
+
+class Structure(StrictSchema):
+    """What an answer keeps to, in vLLM's words: one of them."""
+
+    json_: Annotated[dict[str, Any] | Text | None, Field(alias="json")] = None
+    json_object: bool | None = None
+    regex: Text | None = None
+    choice: Annotated[list[Text], Field(min_length=1, max_length=1000)] | None = None
+    grammar: Text | None = None
+
+    @property
+    def grammars(self) -> list[GrammarText]:
+        """All that were given."""
+        found = [] if self.json_ is None else [GrammarText("json", _as_text(self.json_))]
+        found += [GrammarText.of_schema(ANY_OBJECT)] if self.json_object else []
+        found += [] if self.regex is None else [GrammarText("regex", self.regex)]
+        found += [] if self.choice is None else [GrammarText.of_choices(self.choice)]
+        return found + ([] if self.grammar is None else [GrammarText("lark", self.grammar)])
+
+
+def _as_text(schema: dict[str, Any] | str) -> str:
+    return schema if isinstance(schema, str) else json.dumps(schema)
+
+
+Ids: TypeAlias = list[Annotated[int, Field(ge=0, lt=2**31)]]
+Penalty: TypeAlias = Annotated[FiniteFloat, Field(ge=-2, le=2)]
 Stops: TypeAlias = Text | Annotated[list[Text], Field(max_length=16)]
 
 
@@ -208,85 +276,59 @@ class Generating(StrictSchema):
     seed: Annotated[int, Field(ge=0, lt=2**64)] | None = None
     stop: Stops | None = None
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
+    min_p: Annotated[FiniteFloat, Field(ge=0, le=1)] | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    repetition_penalty: Annotated[FiniteFloat, Field(ge=0.01, le=100)] | None = None
+    logit_bias: dict[str, Annotated[FiniteFloat, Field(ge=-100, le=100)]] | None = None
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    stop_token_ids: Ids | None = None
+    ignore_eos: bool | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: Structure | None = None
     hybrid_kv: Extensions | None = None
 
     @model_validator(mode="after")
     def _stops_and_options(self) -> Generating:
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
         if "" in stops:
-            raise _refusal("stop must not hold an empty text; leave it out to have none", "stop")
+            raise refusal("stop must not hold an empty text; leave it out to have none", "stop")
         if self.stream_options is not None and not self.stream:
-            raise _refusal(
+            raise refusal(
                 "stream_options needs stream, got it without; leave it out", "stream_options"
             )
+        if (asked := len(self._grammars)) > 1:
+            raise refusal(
+                f"an answer keeps to one schema or grammar, got {asked}; leave the others out",
+                "structured_outputs",
+            )
+        wrong = [token for token in self.logit_bias or {} if not token.isdecimal()]
+        if wrong:
+            raise refusal(
+                f"logit_bias must have token ids as names, got {said(wrong[0])}", "logit_bias"
+            )
         return self
+
+    @property
+    def grammar(self) -> GrammarText | None:
+        """That the answer keeps to."""
+        return next(iter(self._grammars), None)
+
+    @property
+    def _grammars(self) -> list[GrammarText]:
+        asked = None if self.response_format is None else self.response_format.schema_asked
+        found = [] if asked is None else [GrammarText.of_schema(asked)]
+        return found + (self.structured_outputs.grammars if self.structured_outputs else [])
 
     @property
     def stops(self) -> tuple[str, ...]:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
 
-class TextPart(StrictSchema):
-    """A piece of a message's content."""
-
-    type: Literal["text"]
-    text: Text
-
-
-class ChatMessage(StrictSchema):
-    """A message: text, whole or in parts."""
-
-    unserved = {
-        "annotations": ([],),
-        "audio": (),
-        "function_call": (),
-        "name": (),
-        "reasoning": (),
-        "reasoning_content": (),
-        "refusal": (),
-        "tool_call_id": (),
-        "tool_calls": ([],),
-    }
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Text | list[TextPart]
-
-    def rendered(self) -> dict[str, str]:
-        """As chat templates take it."""
-        whole = self.content
-        text = whole if isinstance(whole, str) else "".join(part.text for part in whole)
-        return {"role": "system" if self.role == "developer" else self.role, "content": text}
-
-
-class ChatRequest(Generating):
-    """POST /v1/chat/completions."""
-
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=10_000)]
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
-    logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-
-    @model_validator(mode="after")
-    def _settings_agree(self) -> ChatRequest:
-        both = {self.max_tokens, self.max_completion_tokens} - {None}
-        if len(both) > 1:
-            raise _refusal(
-                f"max_tokens and max_completion_tokens must agree, got {self.max_tokens} and "
-                f"{self.max_completion_tokens}; leave max_tokens out",
-                "max_tokens",
-            )
-        if self.top_logprobs is not None and not self.logprobs:
-            raise _refusal(
-                "top_logprobs needs logprobs, got it without; add 'logprobs': true", "top_logprobs"
-            )
-        return self
-
-
-Ids: TypeAlias = list[Annotated[int, Field(ge=0, lt=2**31)]]
-
-
 class CompletionRequest(Generating):
     """POST /v1/completions."""
+
+    unserved = {**_UNSERVED, "tools": ([],), "tool_choice": ("none", "auto")}
 
     prompt: Text | Ids | list[Text] | list[Ids]
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
@@ -297,17 +339,3 @@ class CompletionRequest(Generating):
         many: Any = self.prompt
         single = isinstance(many, str) or (bool(many) and isinstance(many[0], int))
         return [many] if single else many
-
-
-class TokenizeRequest(StrictSchema):
-    """POST /tokenize: a prompt or messages."""
-
-    model: str | None = None
-    prompt: Text | None = None
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=10_000)] | None = None
-
-    @model_validator(mode="after")
-    def _one_of_both(self) -> TokenizeRequest:
-        if (self.prompt is None) == (self.messages is None):
-            raise _refusal("one of prompt and messages is expected; give one of them", "prompt")
-        return self

@@ -22,16 +22,18 @@ from hybrid_kv.config import HybridConfig, PluginConfig, budget_tokens
 from hybrid_kv.errors import ConfigError
 from hybrid_kv.methods.budget import split_budget
 from hybrid_kv.models.support import max_context
+from hybrid_kv.serve.grammars import GrammarText
+from hybrid_kv.serve.http.chat import ChatRequest
 from hybrid_kv.serve.http.errors import ApiError
 from hybrid_kv.serve.http.metrics import Metrics, answered
 from hybrid_kv.serve.http.schemas import (
     MOST_CHOICES,
-    ChatRequest,
     CompletionRequest,
     Extensions,
     Generating,
 )
 from hybrid_kv.serve.http.tokenizer import Texts
+from hybrid_kv.serve.http.tools import CallForm, in_plain_words
 from hybrid_kv.serve.requests import (
     EngineStats,
     Finished,
@@ -106,16 +108,29 @@ class Service:
         """Raises ConfigError or ApiError for what cannot be asked."""
         self.check_model(asked.model)
         messages = [message.rendered() for message in asked.messages]
-        ids = await self.texts.encode_chat(messages, "messages")
+        tools = [tool.rendered() for tool in asked.callable]
+        if not self.texts.takes_tools:
+            messages, tools = in_plain_words(messages, tools), []
+        ids = await self.texts.encode_chat(messages, "messages", tools)
         wanted = asked.max_completion_tokens or asked.max_tokens
         room = self.check_room(len(ids), wanted or 1, "messages")
         base = Request(
             ids=ids,
             max_new_tokens=wanted or min(room, USUAL_CHAT_TOKENS),
-            sampling=_sampling(asked, (asked.top_logprobs or 0) if asked.logprobs else None),
+            sampling=self._sampling(asked, (asked.top_logprobs or 0) if asked.logprobs else None),
             end_ids=self.texts.chat_end_ids,
         )
-        return self._asking("chatcmpl", asked, [base])
+        return await self._asking("chatcmpl", asked, [base], self._grammar_of_calls(asked))
+
+    def _grammar_of_calls(self, asked: ChatRequest) -> GrammarText | None:
+        """Grammar of calls that must come, or must keep to a schema if they do."""
+        functions = [tool.rendered()["function"] for tool in asked.callable]
+        form = CallForm.of(self.texts.template_text, takes_tools=self.texts.takes_tools)
+        if asked.must_call:
+            several = asked.tool_choice == "required" and asked.parallel_tool_calls is not False
+            return form.required(functions, several=several)
+        is_strict = any(tool.function.strict for tool in asked.callable)
+        return form.offered(functions) if is_strict else None
 
     async def of_completion(self, asked: CompletionRequest) -> ParsedRequest:
         """Raises ConfigError or ApiError for what cannot be asked."""
@@ -129,7 +144,7 @@ class Service:
                 "prompt",
             )
         wanted = asked.max_tokens or USUAL_COMPLETION_TOKENS
-        sampling = _sampling(asked, asked.logprobs)
+        sampling = self._sampling(asked, asked.logprobs)
         bases = []
         for prompt in prompts:
             ids = await self.texts.encode(prompt, "prompt")
@@ -142,15 +157,44 @@ class Service:
                     end_ids=self.texts.end_ids,
                 )
             )
-        return self._asking("cmpl", asked, bases)
+        return await self._asking("cmpl", asked, bases)
 
-    def _asking(self, kind: str, asked: Generating, bases: Sequence[Request]) -> ParsedRequest:
-        choices = asked.n or 1
+    async def _asking(
+        self,
+        kind: str,
+        asked: Generating,
+        bases: Sequence[Request],
+        calls: GrammarText | None = None,
+    ) -> ParsedRequest:
+        choices, text = asked.n or 1, calls or asked.grammar
+        grammar = None if text is None else await self.texts.grammar(text)
+        for token in asked.stop_token_ids or ():
+            self.texts.check_token(token, "stop_token_ids")
         requests = []
         for base in bases:
-            whole = self.extended(replace(base, stop=asked.stops), asked.hybrid_kv)
+            ends = (*(() if asked.ignore_eos else base.end_ids), *(asked.stop_token_ids or ()))
+            given = replace(base, stop=asked.stops, end_ids=ends, grammar=grammar)
+            whole = self.extended(given, asked.hybrid_kv)
             requests += [_nth(whole, number) for number in range(choices)]
         return ParsedRequest(new_ident(kind), int(time.time()), requests, choices)
+
+    def _sampling(self, asked: Generating, logprobs: int | None) -> Sampling:
+        biases = [(int(token), bias) for token, bias in (asked.logit_bias or {}).items()]
+        for token, _ in biases:
+            self.texts.check_token(token, "logit_bias")
+        return Sampling(
+            temperature=1.0 if asked.temperature is None else asked.temperature,
+            top_p=1.0 if asked.top_p is None else asked.top_p,
+            top_k=max(0, asked.top_k or 0),
+            seed=asked.seed,
+            logprobs=logprobs,
+            min_p=asked.min_p or 0.0,
+            frequency_penalty=asked.frequency_penalty or 0.0,
+            presence_penalty=asked.presence_penalty or 0.0,
+            repetition_penalty=asked.repetition_penalty or 1.0,
+            logit_bias=tuple(biases),
+            min_tokens=asked.min_tokens or 0,
+        )
 
     def extended(self, request: Request, asked: Extensions | None) -> Request:
         """With what the `hybrid_kv` object says.
@@ -261,16 +305,6 @@ class Service:
 def new_ident(kind: str) -> str:
     """'cmpl' -> 'cmpl-3f0c...'."""
     return f"{kind}-{secrets.token_hex(12)}"
-
-
-def _sampling(asked: Generating, logprobs: int | None) -> Sampling:
-    return Sampling(
-        temperature=1.0 if asked.temperature is None else asked.temperature,
-        top_p=1.0 if asked.top_p is None else asked.top_p,
-        top_k=max(0, asked.top_k or 0),
-        seed=asked.seed,
-        logprobs=logprobs,
-    )
 
 
 def _nth(request: Request, number: int) -> Request:

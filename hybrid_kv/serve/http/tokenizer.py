@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from hybrid_kv.api import LLM
 from hybrid_kv.api.tokens import ChatTemplate, token_ids
 from hybrid_kv.errors import ConfigError
+from hybrid_kv.serve.grammars import Grammar, GrammarReader, GrammarText
 from hybrid_kv.serve.http.errors import ApiError
 
 T = TypeVar("T")
@@ -41,7 +42,8 @@ class Texts:
 
     A tokenizer is changed while it encodes and must not be shared between threads, so each thread
     has a copy. What has not begun when its asker is cancelled never does. has_template: whether
-    chats can be encoded.
+    chats can be encoded. takes_tools: whether their template has a place for tools. template_text:
+    the template, "" where there is none.
 
     Args:
         most_tokens: of a prompt; None for any number.
@@ -51,7 +53,7 @@ class Texts:
         self._model = llm.model
         self._pristine, self._decoder = deepcopy(llm.require_tokenizer()), deepcopy(llm.tokenizer)
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="hybrid-kv-encode")
-        self._copying, self._decoding = threading.Lock(), threading.Lock()
+        self._copying, self._decoding, self._reading = (threading.Lock() for _ in range(3))
         self._own = threading.local()
         self._most_tokens = most_tokens
         longest = None if most_tokens is None else bytes_per_token(self._pristine)
@@ -59,6 +61,10 @@ class Texts:
         self.end_ids = self.chat_end_ids = _end_ids(llm)
         template = ChatTemplate.of(deepcopy(self._pristine))
         self.has_template = template is not None
+        self.takes_tools = template is not None and template.takes_tools()
+        self.template_text = "" if template is None else template.text
+        self._vocab = int(llm.model.config.get_text_config(decoder=True).vocab_size)
+        self._grammars: GrammarReader | None = None
         if template is not None:
             self.chat_end_ids += tuple(idx for idx in template.end_ids() if idx not in self.end_ids)
         self.piece = lru_cache(maxsize=2**16)(self._piece)
@@ -91,9 +97,12 @@ class Texts:
         return await self.in_thread(lambda own: self._encode(own, prompt))
 
     async def encode_chat(
-        self, messages: Sequence[dict[str, str]], param: str | None = None
+        self,
+        messages: Sequence[dict[str, Any]],
+        param: str | None = None,
+        tools: Sequence[dict[str, Any]] = (),
     ) -> tuple[int, ...]:
-        """Of messages and of what begins the answer; `param` as above.
+        """Of messages, tools and what begins the answer; `param` as above.
 
         Raises:
             ApiError: they are certainly too long.
@@ -110,9 +119,30 @@ class Texts:
                     "messages need a chat template, and the model's tokenizer has none; send the "
                     "whole prompt to /v1/completions"
                 )
-            return self._checked(own.template.encode(messages, check))
+            return self._checked(own.template.encode(messages, check, tools))
 
         return await self.in_thread(encode)
+
+    async def grammar(self, asked: GrammarText) -> Grammar:
+        """Reads a grammar.
+
+        Raises:
+            ConfigError: it cannot be kept to, or not with this tokenizer.
+        """
+
+        def read(own: Encoder) -> Grammar:
+            with self._reading:
+                if self._grammars is None:  # a second or two
+                    self._grammars = GrammarReader(own.tokenizer, self._vocab, self.chat_end_ids)
+            return self._grammars.read(asked)
+
+        return await self.in_thread(read)
+
+    def check_token(self, token: int, param: str) -> None:
+        """Raises ApiError unless a token is one of the model's."""
+        if not 0 <= token < self._vocab:
+            message = f"{param} must have token ids 0..{self._vocab - 1}, got {token}"
+            raise ApiError(400, message, param)
 
     async def encode_more(self, text: str) -> list[int]:
         """Of text that follows other text: without special tokens at its beginning."""
