@@ -91,21 +91,25 @@ class GrammarReader:
         """
         from llguidance import LLMatcher
 
-        match asked.kind:
-            case "json":
-                text = LLMatcher.grammar_from_json_schema(asked.text, defaults=SPACING)
-            case "regex":
-                text = LLMatcher.grammar_from_regex(asked.text)
-            case "lark":
-                text = LLMatcher.grammar_from_lark(asked.text)
+        try:
+            text = {
+                "json": lambda schema: LLMatcher.grammar_from_json_schema(schema, SPACING),
+                "regex": LLMatcher.grammar_from_regex,
+                "lark": LLMatcher.grammar_from_lark,
+            }[asked.kind](asked.text)
+        except ValueError as error:  # no JSON
+            raise _refusal(asked, str(error)) from None
         matcher = LLMatcher(self._tokens, text, log_level=0)
         if matcher.is_error():
-            word = {"json": "JSON schema", "regex": "regular expression", "lark": "grammar"}
-            raise ConfigError(
-                f"the {word[asked.kind]} cannot be kept to: "
-                f"{' '.join(matcher.get_error().split())[:300]}; leave that part out"
-            )
+            raise _refusal(asked, matcher.get_error())
         return Grammar(matcher, self._vocab)
+
+
+def _refusal(asked: GrammarText, why: str) -> ConfigError:
+    word = {"json": "JSON schema", "regex": "regular expression", "lark": "grammar"}[asked.kind]
+    return ConfigError(
+        f"the {word} cannot be kept to: {' '.join(why.split())[:300]}; leave that part out"
+    )
 
 
 class Grammar:

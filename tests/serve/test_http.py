@@ -30,6 +30,22 @@ def chat(**more: Any) -> dict[str, Any]:
     return {"model": "tiny", "messages": MESSAGES, "max_tokens": 4, **more}
 
 
+def named(name: str) -> dict[str, Any]:
+    """Choice of a tool."""
+    return {"type": "function", "function": {"name": name}}
+
+
+def calling(arguments: str) -> dict[str, Any]:
+    """Message with a call."""
+    function = {"name": "f", "arguments": arguments}
+    calls = [{"id": "1", "type": "function", "function": function}]
+    return {"role": "assistant", "content": None, "tool_calls": calls}
+
+
+TOOL, CALLING = named("f"), calling("{}")
+TWO = {"regex": "a", "choice": ["b"]}
+
+
 def events(text: str) -> list[Any]:
     """The data of a stream of events, comments left out."""
     lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line.startswith("data:")]
@@ -245,10 +261,24 @@ def test_models_health_and_metrics(client: httpx.Client) -> None:
         (COMPLETIONS, completion(echo=True), "'echo' is not served here, got True", "echo"),
         (COMPLETIONS, completion(best_of=2), "'best_of' is not served", "best_of"),
         (COMPLETIONS, completion(suffix="x"), "'suffix' is not served", "suffix"),
-        (COMPLETIONS, completion(logit_bias={"5": 1}), "'logit_bias' is not", "logit_bias"),
-        (CHAT, chat(tools=[{"type": "function"}]), "'tools' is not served", "tools"),
-        (CHAT, chat(response_format={"type": "json_object"}), "'response_format' is not", None),
-        (CHAT, chat(frequency_penalty=0.5), "'frequency_penalty' is not served", None),
+        (COMPLETIONS, completion(logit_bias={"a": 1}), "token ids as names", "logit_bias"),
+        (COMPLETIONS, completion(logit_bias={"512": 1}), "token ids 0..511, got 512", "logit_bias"),
+        (COMPLETIONS, completion(logit_bias={"5": 101}), "less than or equal to 100", "logit_bias"),
+        (COMPLETIONS, completion(stop_token_ids=[512]), "ids 0..511", "stop_token_ids"),
+        (COMPLETIONS, completion(tools=[{}]), "'tools' is not served", "tools"),
+        (COMPLETIONS, completion(guided_json={}), "'guided_json' is not served", "guided_json"),
+        (COMPLETIONS, completion(min_p=1.5), "less than or equal to 1", "min_p"),
+        (COMPLETIONS, completion(repetition_penalty=0), "greater than or", "repetition_penalty"),
+        (CHAT, chat(tools=[{"type": "function"}]), "tools: field required", None),
+        (CHAT, chat(tools=[{"type": "code"}]), "tools: input should be 'function'", None),
+        (CHAT, chat(tool_choice="required"), "needs tools, got none", "tool_choice"),
+        (CHAT, chat(tool_choice=named("g")), "must name one of tools (none)", "tool_choice"),
+        (CHAT, chat(tools=[TOOL, TOOL]), "names of their own, got f, f", "tools"),
+        (CHAT, chat(tools=[TOOL], response_format={"type": "json_object"}), "no call", "tools"),
+        (CHAT, chat(response_format={"type": "json_schema"}), "got none", None),
+        (CHAT, chat(response_format={"type": "xml"}), "response_format: input", None),
+        (CHAT, chat(structured_outputs=TWO), "one schema or grammar, got 2", None),
+        (CHAT, chat(frequency_penalty=2.5), "less than or equal to 2", "frequency_penalty"),
         (CHAT, chat(store=True), "'store' is not served", "store"),
         (COMPLETIONS, completion(topp=0.5), "did you mean 'top_p'", "topp"),
         (COMPLETIONS, completion(temperature="1"), "temperature: input should be", "temperature"),
@@ -275,9 +305,17 @@ def test_models_health_and_metrics(client: httpx.Client) -> None:
         (COMPLETIONS, completion(hybrid_kv={"budget": "200%"}), "a budget must be", None),
         (CHAT, chat(messages=[]), "messages must have a length of at least 1, got 0", "messages"),
         (CHAT, chat(messages="hello"), "messages: input should be a valid list", "messages"),
-        (CHAT, chat(messages=[{"role": "tool", "content": "x"}]), "got 'tool'", None),
-        (CHAT, chat(messages=[{"role": "user"}]), "messages: field required", None),
-        (CHAT, chat(messages=[{"role": "user", "content": None}]), "messages: input", None),
+        (CHAT, chat(messages=[{"role": "tool", "content": "x"}]), "got role 'tool'", None),
+        (CHAT, chat(messages=[{"role": "user"}]), "content must be text", None),
+        (CHAT, chat(messages=[{"role": "user", "content": None}]), "content must be text", None),
+        (CHAT, chat(messages=[{**CALLING, "role": "user"}]), "tool_calls are the assis", None),
+        (
+            CHAT,
+            chat(messages=[{"role": "user", "content": "", "name": "a"}]),
+            "'name' is not",
+            None,
+        ),
+        (CHAT, chat(messages=[calling("[1]")]), "must be a JSON object in a text, got '[1]'", None),
         (CHAT, chat(top_logprobs=2), "top_logprobs needs logprobs", "top_logprobs"),
         (CHAT, chat(max_completion_tokens=5), "must agree, got 4 and 5", "max_tokens"),
         ("/tokenize", {}, "one of prompt and messages", "prompt"),
@@ -307,10 +345,28 @@ def test_what_changes_nothing_is_taken(client: httpx.Client) -> None:
         "tools": None,
         "tool_choice": "none",
         "response_format": {"type": "text"},
+        "min_p": 0,
+        "repetition_penalty": 1,
+        "ignore_eos": False,
     }
     assert client.post(CHAT, json=chat(**harmless)).status_code == 200
     more = {"best_of": 1, "echo": False, "suffix": None}
     assert client.post(COMPLETIONS, json=completion(**harmless, **more)).status_code == 200
+
+
+def test_a_lenient_server_ignores_what_it_does_not_serve_and_says_so_once(
+    tiny: LLM, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = FakeEngine(tiny.require_tokenizer())
+    with serving(tiny, engine, Rules(lenient=True)) as server:
+        for _ in range(2):
+            asked = chat(audio={"voice": "a"}, verbosity="high", topp=0.5)
+            asked["messages"] = [{**MESSAGES[0], "refusal": "no"}]
+            assert httpx.post(server.url + CHAT, json=asked).status_code == 200
+        wrong = httpx.post(server.url + CHAT, json=chat(temperature="warm", audio={}))
+        assert "temperature: input should be" in refusal(wrong)["message"]
+    said = [each.getMessage() for each in caplog.records if "is ignored" in each.getMessage()]
+    assert sorted(line.split("'")[1] for line in said) == ["audio", "refusal", "topp", "verbosity"]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.serve.test_http import CHAT, MESSAGES, events, refusal
+from tests.serve.fake_engine import FakeEngine
+from tests.serve.test_http import CHAT, MESSAGES, events
 
 LATER = [*MESSAGES, {"role": "assistant", "content": "the hill"}, *MESSAGES]
 TASK: dict[str, Any] = {"model": "tiny", "messages": MESSAGES, "stream": False}
@@ -37,10 +38,26 @@ def test_titles_tags_and_follow_ups_come_whole(client: httpx.Client, more: dict[
     assert answer.json()["choices"][0]["message"]["content"]
 
 
-def test_tools_of_its_own_are_refused_by_name(client: httpx.Client) -> None:
-    """They cannot be served; docs/serve.md says how to switch them off."""
+@pytest.mark.parametrize("stream", [False, True])
+def test_tools_of_its_own_are_told_to_the_model(
+    client: httpx.Client, engine: FakeEngine, stream: bool
+) -> None:
     about = {"name": "get_current_timestamp", "parameters": {"type": "object", "properties": {}}}
-    answer = client.post(CHAT, json={**TASK, "tools": [{"type": "function", "function": about}]})
-    assert answer.status_code == 400
-    assert refusal(answer)["param"] == "tools"
-    assert "'tools' is not served here" in refusal(answer)["message"]
+    asked = {**TASK, "tools": [{"type": "function", "function": about}], "stream": stream}
+    answer = client.post(CHAT, json=asked)
+    assert answer.status_code == 200, answer.text
+    plain = client.post(CHAT, json=TASK)
+    assert plain.status_code == 200
+    assert len(engine.seen[0].ids) > len(engine.seen[1].ids)
+
+
+def test_what_a_tool_has_answered_is_taken(client: httpx.Client, engine: FakeEngine) -> None:
+    call = {"id": "call_1", "index": 0, "type": "function"}
+    call["function"] = {"name": "get_current_timestamp", "arguments": "{}"}
+    later = [
+        *MESSAGES,
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "the hill"},
+    ]
+    assert client.post(CHAT, json={**TASK, "messages": later}).status_code == 200
+    assert len(engine.seen[0].ids) > 10

@@ -183,7 +183,8 @@ async def _chunks(
             case Token():
                 held[number].append(happened)
                 if happened.text:
-                    yield chunk(number, forms[number].chunk(held[number]))
+                    for piece in forms[number].chunks(held[number]):
+                        yield chunk(number, piece)
                     held[number] = []
             case Finished():
                 ends[number] = happened
@@ -193,16 +194,19 @@ async def _chunks(
                 if failed or (happened.reason == "timeout" and not any_token):
                     yield event(ended_early(happened.reason, happened.error).body)
                     return
-                rest = [forms[number].chunk(held[number])] if held[number] else []
-                rest += forms[number].last(finish_of(happened.reason))
-                if extended:
-                    rest[-1]["hybrid_kv"] = report_of(happened)
-                for piece in rest:
+                for piece in _last_chunks(forms[number], held[number], happened, extended):
                     yield chunk(number, piece)
     if include_usage:
         in_order = [ends[number] for number in range(len(forms))]
         yield event({**head, "choices": [], **_usage(order, in_order)})
     yield "data: [DONE]"
+
+
+def _last_chunks(form: Form, held: Sequence[Token], end: Finished, extended: bool) -> list[Json]:
+    """Tokens that were held, and the end with what it cost."""
+    before = form.chunks(held) if held else []
+    *rest, last = form.last(finish_of(end.reason))
+    return [*before, *rest, {**last, "hybrid_kv": report_of(end)} if extended else last]
 
 
 async def merged(tickets: Sequence[RequestHandle]) -> AsyncIterator[tuple[int, Happening]]:
@@ -250,9 +254,13 @@ class Form(Protocol):
 
     def first(self) -> Json | None: ...
 
-    def chunk(self, tokens: Sequence[Token]) -> Json: ...
+    def chunks(self, tokens: Sequence[Token]) -> list[Json]:
+        """Of new tokens; none where what they say is held back."""
+        ...
 
-    def last(self, finish: str) -> list[Json]: ...
+    def last(self, finish: str) -> list[Json]:
+        """What was held back, and the end."""
+        ...
 
 
 class ChatForm:
@@ -281,10 +289,13 @@ class ChatForm:
     def first(self) -> Json:
         return _chunk({"role": "assistant", "content": ""})
 
-    def chunk(self, tokens: Sequence[Token]) -> Json:
+    def chunks(self, tokens: Sequence[Token]) -> list[Json]:
         text = text_of(tokens)
         shown = text if self._calls is None else self._calls.add(text)
-        return _chunk({"content": shown, **self._new_calls()}, self._logprobs(tokens))
+        calls, logprobs = self._new_calls(), self._logprobs(tokens)
+        if not (shown or calls or logprobs):
+            return []
+        return [_chunk({"content": shown, **calls}, logprobs)]
 
     def last(self, finish: str) -> list[Json]:
         rest = "" if self._calls is None else self._calls.close()
@@ -340,9 +351,9 @@ class CompletionForm:
     def first(self) -> None:
         return None
 
-    def chunk(self, tokens: Sequence[Token]) -> Json:
+    def chunks(self, tokens: Sequence[Token]) -> list[Json]:
         logprobs = self._logprobs(tokens)
-        return {"text": text_of(tokens), "logprobs": logprobs, "finish_reason": None}
+        return [{"text": text_of(tokens), "logprobs": logprobs, "finish_reason": None}]
 
     def last(self, finish: str) -> list[Json]:
         return [{"text": "", "logprobs": None, "finish_reason": finish}]

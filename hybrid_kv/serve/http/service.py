@@ -125,7 +125,10 @@ class Service:
     def _grammar_of_calls(self, asked: ChatRequest) -> GrammarText | None:
         """Grammar of calls that must come, or must keep to a schema if they do."""
         functions = [tool.rendered()["function"] for tool in asked.callable]
-        form = CallForm.of(self.texts.template_text, takes_tools=self.texts.takes_tools)
+        texts = self.texts
+        form = CallForm.of(
+            texts.template_text, takes_tools=texts.takes_tools, added=texts.added_words
+        )
         if asked.must_call:
             several = asked.tool_choice == "required" and asked.parallel_tool_calls is not False
             return form.required(functions, several=several)

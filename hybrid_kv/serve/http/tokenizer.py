@@ -43,7 +43,7 @@ class Texts:
     A tokenizer is changed while it encodes and must not be shared between threads, so each thread
     has a copy. What has not begun when its asker is cancelled never does. has_template: whether
     chats can be encoded. takes_tools: whether their template has a place for tools. template_text:
-    the template, "" where there is none.
+    the template, "" where there is none. added_words: that are one token each.
 
     Args:
         most_tokens: of a prompt; None for any number.
@@ -63,6 +63,7 @@ class Texts:
         self.has_template = template is not None
         self.takes_tools = template is not None and template.takes_tools()
         self.template_text = "" if template is None else template.text
+        self.added_words = frozenset(self._pristine.get_added_vocab())
         self._vocab = int(llm.model.config.get_text_config(decoder=True).vocab_size)
         self._grammars: GrammarReader | None = None
         if template is not None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,8 @@ _PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTA
 class CallForm:
     """The form in which a call is required of a model: begin, JSON, end.
 
-    arguments: their name. between: what stands between two calls. around: all of them.
+    arguments: their name. between: what stands between two calls. around: all of them. added: words
+    of these that are tokens of their own.
     """
 
     begin: str = f"{_BEGIN}\n"
@@ -37,26 +38,23 @@ class CallForm:
     arguments: str = "arguments"
     between: str = "\n"
     around: tuple[str, str] = ("", "")
+    added: frozenset[str] = frozenset()
 
     @classmethod
-    def of(cls, template: str, *, takes_tools: bool) -> CallForm:
-        """Form that a chat template speaks of."""
+    def of(cls, template: str, *, takes_tools: bool, added: Collection[str]) -> CallForm:
+        """Form that a chat template speaks of; `added` to the words of its tokenizer."""
         if not takes_tools or _BEGIN in template:
-            return cls()
+            return cls(added=frozenset({_BEGIN, _END}.intersection(added)))
         if '"parameters": dictionary' in template:  # Llama 3
             return cls("", "", "parameters", "; ")
         return cls("", "", between=", ", around=("[", "]"))
 
     def required(self, functions: Sequence[Json], *, several: bool) -> GrammarText:
         """Grammar of an answer that is one call of these functions, or more where `several`."""
-        calls = " | ".join(f"call_{number}" for number in range(len(functions)))
-        more = f" ({_said(self.between)} call)*" if several else ""
-        first, last = map(_said, self.around)
-        lines = [f"start: {first} call{more} {last}", f"call: {calls}"]
-        for number, function in enumerate(functions):
-            call = json.dumps({"x-guidance": SPACING, **self._schema(function)})
-            lines.append(f"call_{number}: {_said(self.begin)} %json {call} {_said(self.end)}")
-        return GrammarText("lark", "\n".join(lines))
+        more = f" ({self._said(self.between)} {self._said(self.begin)} call)*" if several else ""
+        first, last = map(self._said, self.around)
+        start = f"start: {first} {self._said(self.begin)} call{more} {last}"
+        return GrammarText("lark", "\n".join([start, *self._calls(functions)]))
 
     def offered(self, functions: Sequence[Json]) -> GrammarText:
         """Grammar of an answer that may call these functions, and then keeps to their schemas.
@@ -64,19 +62,31 @@ class CallForm:
         Raises:
             ConfigError: nothing says where in such an answer a call begins.
         """
-        from llguidance import StructTag
-
         if not self.begin:
             raise ConfigError(
                 "strict functions of this model need 'tool_choice': 'required' or the name of one, "
                 "because nothing says where in a text its calls begin; leave strict out else"
             )
-        tags = []
-        for function in functions:
-            begin = f'{self.begin}{{"name": {json.dumps(function["name"])}, "arguments": '
-            schema = {"x-guidance": SPACING, **function["parameters"]}
-            tags.append(StructTag(trigger=_BEGIN, begin=begin, grammar=schema, end=f"}}{self.end}"))
-        return GrammarText("lark", StructTag.to_grammar(tags, assume_special=False))
+        lines = ["start: called* TEXT", "TEXT: /(.|\\n)*/"]
+        if _BEGIN in self.added:
+            lines.append(f"called: TEXT {self._said(self.begin)} call")
+        else:
+            lines.append(f"begun[lazy]: TEXT {self._said(self.begin)}")
+            lines.append("called: begun call")
+        return GrammarText("lark", "\n".join([*lines, *self._calls(functions)]))
+
+    def _calls(self, functions: Sequence[Json]) -> list[str]:
+        """Rules of a call behind its beginning."""
+        lines = [f"call: {' | '.join(f'call_{number}' for number in range(len(functions)))}"]
+        for number, function in enumerate(functions):
+            call = json.dumps({"x-guidance": SPACING, **self._schema(function)})
+            lines.append(f"call_{number}: %json {call} {self._said(self.end)}")
+        return lines
+
+    def _said(self, text: str) -> str:
+        """A text in a Lark grammar: empty, in quotes, or as a token's name."""
+        parts = re.split(f"({_BEGIN}|{_END})", text)
+        return " ".join(part if part in self.added else json.dumps(part) for part in parts if part)
 
     def _schema(self, function: Json) -> Json:
         parameters = dict(function["parameters"])
@@ -93,11 +103,6 @@ class CallForm:
 
 
 _DEFINITIONS = ("$defs", "definitions")
-
-
-def _said(text: str) -> str:
-    """A text in a Lark grammar, where an empty one is none."""
-    return json.dumps(text) if text else ""
 
 
 def in_plain_words(messages: Sequence[Json], tools: Sequence[Json]) -> list[Json]:
@@ -158,8 +163,7 @@ class CallReader:
             written, _, self._held = rest.partition(_END)
             calls = self._read(written)
             self.calls += calls
-            shown += before if before.strip() else ""
-            shown += "" if calls else f"{_BEGIN}{written}{_END}"
+            shown += before.rstrip() if calls else f"{before}{_BEGIN}{written}{_END}"
         return shown + self._safe(len(self._held), shown)
 
     def close(self) -> str:
@@ -170,7 +174,7 @@ class CallReader:
         held, self._held = self._held, ""
         if not calls:
             return held if held.strip() or not self.calls else ""
-        return before if mark and before.strip() else ""
+        return before.rstrip() if mark else ""
 
     def _may_be_json(self) -> bool:
         """Whether nothing was shown, and what is held begins as JSON, or not at all yet."""
