@@ -126,7 +126,7 @@ class Grammar:
         return Grammar(matcher, self._vocab)
 
     def allowed(self, answer: Sequence[int]) -> Tensor:
-        """Which tokens may follow those of an answer: bool [V] on the host.
+        """Bool [V] on the host: the tokens that may follow those of an answer.
 
         Raises:
             HybridKVError: the grammar has become too large for llguidance's limits.

@@ -259,7 +259,7 @@ class Form(Protocol):
         ...
 
     def last(self, finish: str) -> list[Json]:
-        """What was held back, and the end."""
+        """Chunks of the text that was held back, and of the end."""
         ...
 
 

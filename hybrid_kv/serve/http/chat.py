@@ -21,6 +21,8 @@ class TextPart(StrictSchema):
 class CalledFunction(StrictSchema):
     """A function with the arguments of one call, as JSON in a text."""
 
+    unserved: ClassVar = {"parsed_arguments": (ANYTHING,)}  # of OpenAI's client
+
     name: Text
     arguments: Text
 
@@ -61,6 +63,7 @@ class ChatMessage(StrictSchema):
         "annotations": ([],),
         "audio": (),
         "function_call": (),
+        "parsed": (ANYTHING,),  # of OpenAI's client
         "reasoning": (),
         "reasoning_content": (),
         "refusal": (),

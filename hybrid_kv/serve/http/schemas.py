@@ -311,7 +311,7 @@ class Generating(StrictSchema):
 
     @property
     def grammar(self) -> GrammarText | None:
-        """That the answer keeps to."""
+        """Grammar that the answer keeps to; None for any text."""
         return next(iter(self._grammars), None)
 
     @property

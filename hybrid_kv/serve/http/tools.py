@@ -18,8 +18,6 @@ from typing import Any
 from hybrid_kv.errors import ConfigError
 from hybrid_kv.serve.grammars import SPACING, GrammarText
 
-Json = dict[str, Any]
-
 _BEGIN, _END = "<tool_call>", "</tool_call>"
 _FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*?)(?:</function>\s*)?", re.DOTALL)
 _PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
@@ -49,14 +47,14 @@ class CallForm:
             return cls("", "", "parameters", "; ")
         return cls("", "", between=", ", around=("[", "]"))
 
-    def required(self, functions: Sequence[Json], *, several: bool) -> GrammarText:
+    def required(self, functions: Sequence[dict[str, Any]], *, several: bool) -> GrammarText:
         """Grammar of an answer that is one call of these functions, or more where `several`."""
         more = f" ({self._said(self.between)} {self._said(self.begin)} call)*" if several else ""
         first, last = map(self._said, self.around)
         start = f"start: {first} {self._said(self.begin)} call{more} {last}"
         return GrammarText("lark", "\n".join([start, *self._calls(functions)]))
 
-    def offered(self, functions: Sequence[Json]) -> GrammarText:
+    def offered(self, functions: Sequence[dict[str, Any]]) -> GrammarText:
         """Grammar of an answer that may call these functions, and then keeps to their schemas.
 
         Raises:
@@ -75,7 +73,7 @@ class CallForm:
             lines.append("called: begun call")
         return GrammarText("lark", "\n".join([*lines, *self._calls(functions)]))
 
-    def _calls(self, functions: Sequence[Json]) -> list[str]:
+    def _calls(self, functions: Sequence[dict[str, Any]]) -> list[str]:
         """Rules of a call behind its beginning."""
         lines = [f"call: {' | '.join(f'call_{number}' for number in range(len(functions)))}"]
         for number, function in enumerate(functions):
@@ -88,7 +86,7 @@ class CallForm:
         parts = re.split(f"({_BEGIN}|{_END})", text)
         return " ".join(part if part in self.added else json.dumps(part) for part in parts if part)
 
-    def _schema(self, function: Json) -> Json:
+    def _schema(self, function: dict[str, Any]) -> dict[str, Any]:
         parameters = dict(function["parameters"])
         # What refers to definitions does so from the root.
         roots = {name: parameters.pop(name) for name in _DEFINITIONS if name in parameters}
@@ -105,7 +103,9 @@ class CallForm:
 _DEFINITIONS = ("$defs", "definitions")
 
 
-def in_plain_words(messages: Sequence[Json], tools: Sequence[Json]) -> list[Json]:
+def in_plain_words(
+    messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]
+) -> list[dict[str, Any]]:
     """Messages for a template without a place for tools: what they say is put into texts."""
     plain = []
     for message in messages:
@@ -147,13 +147,13 @@ class CallReader:
         functions: that may be called.
     """
 
-    def __init__(self, functions: Sequence[Json]) -> None:
+    def __init__(self, functions: Sequence[dict[str, Any]]) -> None:
         self._parameters = {each["name"]: each.get("parameters", {}) for each in functions}
         self._held, self._has_shown = "", False
-        self.calls: list[Json] = []
+        self.calls: list[dict[str, Any]] = []
 
     def add(self, text: str) -> str:
-        """What can be shown after some more text."""
+        """Text that can be shown after some more of the answer."""
         self._held += text
         shown = ""
         while True:
@@ -167,7 +167,7 @@ class CallReader:
         return shown + self._safe(len(self._held), shown)
 
     def close(self) -> str:
-        """What else is to be shown, at the end of the text."""
+        """Text that is left to show at the end of the answer."""
         before, mark, rest = self._held.partition(_BEGIN)
         calls = self._read(rest if mark else before) if mark or self._may_be_json() else []
         self.calls += calls
@@ -197,7 +197,7 @@ class CallReader:
         self._has_shown |= bool(text or shown)
         return text
 
-    def _read(self, written: str) -> list[Json]:
+    def _read(self, written: str) -> list[dict[str, Any]]:
         """Calls in a text that is nothing else; none where it is no call of a tool."""
         if (tagged := _FUNCTION.fullmatch(written)) is not None:
             name, inside = tagged[1].strip(), tagged[2]
@@ -217,13 +217,13 @@ class CallReader:
         calls = [call for each in listed if (call := self._as_call(each)) is not None]
         return calls if len(calls) == len(listed) else []
 
-    def _read_several(self, written: str) -> list[Json]:
+    def _read_several(self, written: str) -> list[dict[str, Any]]:
         """Calls with semicolons between them, as Llama writes several."""
         parts = re.split(r"(?<=\})\s*;\s*(?=\{)", written)
         read = [self._read(part) for part in parts] if len(parts) > 1 else [[]]
         return [call for calls in read for call in calls] if all(read) else []
 
-    def _as_call(self, parsed: object) -> Json | None:
+    def _as_call(self, parsed: object) -> dict[str, Any] | None:
         if not isinstance(parsed, Mapping) or parsed.get("name") not in self._parameters:
             return None
         arguments = parsed.get("arguments", parsed.get("parameters", {}))
@@ -249,6 +249,6 @@ def _value(text: str, schema: Mapping[str, Any]) -> Any:
         return text
 
 
-def _call(name: str, arguments: Json) -> Json:
+def _call(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
     function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
     return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
