@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import threading
 from itertools import chain
 from typing import Any
 
@@ -48,7 +50,8 @@ TWO = {"regex": "a", "choice": ["b"]}
 
 def events(text: str) -> list[Any]:
     """The data of a stream of events, comments left out."""
-    lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line.startswith("data:")]
+    found = (re.search("^data: (.*)$", block, re.MULTILINE) for block in text.split("\n\n"))
+    lines = [line[1] for line in found if line is not None]
     return [line if line == "[DONE]" else json.loads(line) for line in lines]
 
 
@@ -390,6 +393,30 @@ def test_a_body_that_is_no_request_is_refused(
     answer = client.post(COMPLETIONS, content=content, headers=kind)
     assert answer.status_code == 400
     assert said in refusal(answer)["message"]
+
+
+@pytest.mark.parametrize("path", ["/v1/responses", CHAT])
+def test_an_answer_that_fails_before_its_first_token_says_so_in_its_stream(
+    client: httpx.Client, engine: FakeEngine, path: str
+) -> None:
+    engine.pace_s = 0.05
+    asked = {**chat(stream=True, max_tokens=None), "input": "the river"}
+    asked = {
+        key: asked[key] for key in ("model", "stream", "input" if path != CHAT else "messages")
+    }
+
+    def end_all() -> None:
+        until(lambda: engine.running)
+        engine.drain(0)
+
+    thread = threading.Thread(target=end_all)
+    thread.start()
+    said = events(client.post(path, json=asked).text)
+    thread.join()
+    failure = said[-1] if path != CHAT else said[-1]["error"]
+    assert failure["message"] == "the server is shutting down; ask again later"
+    assert failure["code"] == "shutting_down"
+    assert path == CHAT or failure["type"] == "error"
 
 
 def test_another_model_is_404(client: httpx.Client) -> None:

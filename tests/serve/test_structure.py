@@ -313,6 +313,83 @@ def test_openais_client_parses_answers_and_calls(server: Running) -> None:
         assert stream.get_final_completion().choices[0].finish_reason in ("stop", "length")
 
 
+def test_responses_are_those_of_a_chat(server: Running) -> None:
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120)
+    greedy: Any = {"model": "tiny", "temperature": 0}
+    messages: Any = [{"role": "system", "content": "Be."}, {"role": "user", "content": "Go."}]
+    chat = client.chat.completions.create(**greedy, messages=messages, max_tokens=30)
+    asked: Any = {**greedy, "instructions": "Be.", "input": "Go.", "max_output_tokens": 30}
+    response = client.responses.create(**asked)
+    assert response.output_text == chat.choices[0].message.content
+    assert response.status == "incomplete"
+    assert response.incomplete_details is not None
+    assert response.incomplete_details.reason == "max_output_tokens"
+    assert response.usage is not None
+    assert response.usage.total_tokens == (chat.usage and chat.usage.total_tokens)
+    streamed: Any = list(client.responses.create(**asked, stream=True))
+    kinds = [event.type for event in streamed]
+    assert kinds[:4] == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+    ]
+    assert kinds[-4:] == [
+        "response.output_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+        "response.incomplete",
+    ]
+    assert streamed[-1].response.output_text == response.output_text
+    later = client.responses.create(**{**asked, "input": [*messages, *response.output]})
+    assert later.status in ("incomplete", "completed")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_responses_hold_calls_and_schemas(server: Running, stream: bool) -> None:
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120)
+    asked: Any = {"model": "tiny", "input": "Go.", "max_output_tokens": 300}
+    with client.responses.stream(**asked, text_format=Order) as parsing:
+        assert isinstance(parsing.get_final_response().output_parsed, Order)
+    order: Any = {"type": "function", "name": "order", "parameters": SCHEMA}
+    must: Any = {"tool_choice": {"type": "function", "name": "order"}, "tools": [order]}
+
+    def response(**more: Any) -> Any:
+        if not stream:
+            return client.responses.create(**more)
+        events = list(client.responses.create(**more, stream=True))
+        assert [event.sequence_number for event in events] == list(range(len(events)))
+        return events[-1].response  # type: ignore[union-attr]
+
+    called = response(**asked, **must)
+    (call,) = called.output
+    assert (call.type, call.name, called.status) == ("function_call", "order", "completed")
+    assert fits(call.arguments)
+    done = {"type": "function_call_output", "call_id": call.call_id, "output": "done"}
+    answered = response(**{**asked, "input": [{"role": "user", "content": "Go."}, call, done]})
+    assert answered.output[0].type == "message"
+    form: Any = {"format": {"type": "json_schema", "name": "order", "schema": SCHEMA}}
+    assert fits(response(**asked, text=form).output_text)
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"previous_response_id": "resp_1"}, "'previous_response_id' is not served"),
+        ({"input": [{"role": "robot", "content": "x"}]}, "input"),
+        ({"tool_choice": "required"}, "tool_choice 'required' needs tools"),
+        ({"text": {"format": {"type": "json_schema"}}}, "json_schema belongs to type"),
+        ({"max_output_tokens": 0}, "max_output_tokens: input should be"),
+        ({"tols": []}, "did you mean 'tools'"),
+    ],
+)
+def test_a_wrong_response_is_refused(server: Running, more: dict[str, Any], said: str) -> None:
+    asked = {"model": "tiny", "input": "Go.", **more}
+    answer = httpx.post(f"{server.url}/v1/responses", json=asked, timeout=60)
+    assert answer.status_code == 400, answer.text
+    assert said in answer.json()["error"]["message"]
+
+
 def test_the_example_of_the_documentation_runs(
     server: Running, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -51,10 +51,10 @@ async def gathered(
         ApiError: a request ended without an answer.
     """
     with service.submitted(order) as tickets:
-        answers = await unless_left(http, _read_all(tickets))
+        answers = await unless_left(http, read_all(tickets))
     choices = []
     for number, (form, (tokens, end)) in enumerate(zip(forms, answers, strict=True)):
-        _check_end(tokens, end)
+        check_end(tokens, end)
         service.ended(end)
         choice = {"index": number, **form.whole(tokens, finish_of(end.reason))}
         choices.append({**choice, "hybrid_kv": report_of(end)} if extended else choice)
@@ -63,7 +63,8 @@ async def gathered(
     return JSONResponse({**_head(service, order, forms[0].name), "choices": choices, **usage})
 
 
-async def _read_all(tickets: Sequence[RequestHandle]) -> list[tuple[list[Token], Finished]]:
+async def read_all(tickets: Sequence[RequestHandle]) -> list[tuple[list[Token], Finished]]:
+    """Tokens and end of each request, in order."""
     return await asyncio.gather(*map(_read, tickets))
 
 
@@ -101,7 +102,7 @@ async def _left(http: HttpRequest) -> None:
         pass
 
 
-def _check_end(tokens: Sequence[Token], end: Finished) -> None:
+def check_end(tokens: Sequence[Token], end: Finished) -> None:
     """Raises ApiError for an end that is no answer; what came before time ran out is one."""
     if end.reason in ("error", "cancelled") or (end.reason == "timeout" and not tokens):
         raise ended_early(end.reason, end.error)

@@ -15,6 +15,7 @@ from typing import Any
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -35,6 +36,7 @@ from hybrid_kv.serve.http.chat import ChatRequest, TokenizeRequest
 from hybrid_kv.serve.http.errors import ApiError, api_error
 from hybrid_kv.serve.http.metrics import CONTENT_TYPE, RequestLine
 from hybrid_kv.serve.http.page import PARTS, UPLOAD, add_page
+from hybrid_kv.serve.http.responses import ResponsesRequest, answer_response
 from hybrid_kv.serve.http.schemas import (
     CompletionRequest,
     Generating,
@@ -296,7 +298,10 @@ def application(service: Service, rules: Rules, cors_origins: Sequence[str] = ()
 
 def _add_refusals(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
-    async def invalid(http: HttpRequest, error: RequestValidationError) -> Response:
+    @app.exception_handler(ValidationError)
+    async def invalid(
+        http: HttpRequest, error: RequestValidationError | ValidationError
+    ) -> Response:
         sentence, name = first_problem(list(error.errors()))
         return ApiError(400, sentence, name).response()
 
@@ -339,6 +344,11 @@ def _add_answers(app: FastAPI, service: Service) -> None:
         order = await unless_left(http, service.of_completion(asked))
         piece = None if asked.logprobs is None else service.texts.piece
         return await answer(asked, order, [CompletionForm(piece) for _ in order.requests], http)
+
+    @app.post("/v1/responses", response_model=None)
+    async def respond(asked: ResponsesRequest, http: HttpRequest) -> Response:
+        """Answers messages, in the form of OpenAI's newer interface."""
+        return await answer_response(service, asked, http)
 
     async def answer(
         asked: Generating, order: ParsedRequest, forms: Sequence[Form], http: HttpRequest
