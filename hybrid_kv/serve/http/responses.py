@@ -240,12 +240,10 @@ async def _events(
                     yield said(kind, **content)
             case Finished():
                 service.ended(happened)
-                if (
-                    happened.reason in ("error", "cancelled")
-                    or not happened.usage.completion_tokens
-                ):
-                    failure = ended_early(happened.reason, happened.error).body["error"]
-                    yield said("error", **{**failure, "code": failure["code"] or failure["type"]})
+                failed = happened.reason in ("error", "cancelled")
+                if failed or not happened.usage.completion_tokens:
+                    why = ended_early(happened.reason, happened.error)
+                    yield said("error", code=why.code, message=why.message, param=why.param)
                     return
                 for kind, content in made.close():
                     yield said(kind, **content)
