@@ -37,6 +37,14 @@ typedef struct hkv_sketch_tier {
   const uint8_t *blocks; /* [ceil(count / 16), lines, 64], on 64 bytes */
   const int32_t *ids;    /* [count] rows of the keys, ascending; NULL where they are all in order */
   int64_t count;
+  /* Keys in pages, as a paged KV cache has them; ids are NULL then. Place p is token first + p of its
+   * sequence, in slot (first + p) % page_keys of page n = pages[(first + p) / page_keys]: that is row
+   * first_row + n * page_rows + slot of the keys, and the blocks of page n begin at
+   * blocks + n * page_bytes. NULL where the blocks lie in one piece. */
+  const int32_t *pages;
+  int32_t page_keys; /* a multiple of 16 */
+  int32_t first;     /* a multiple of 16 */
+  int64_t page_rows, page_bytes, first_row;
 } hkv_sketch_tier;
 
 typedef struct hkv_sketch_head {
@@ -58,6 +66,14 @@ HKV_API int64_t hkv_sketch_block_bytes(const hkv_sketch_map *map);
 HKV_API int hkv_sketch_encode(hkv_pool *pool, const hkv_sketch_map *map, const hkv_keys *keys,
                               const int32_t *rows, int64_t num_rows, int64_t first,
                               uint8_t *blocks);
+
+/* Writes the codes of places `first` .. count - 1 of tiers in pages, each of another head.
+ *
+ * keys: of each tier. The first row that is not finite is an error, HKV_NOT_FINITE; what was written
+ * then means nothing.
+ */
+HKV_API int hkv_sketch_encode_pages(hkv_pool *pool, int32_t heads, const hkv_sketch_tier *tiers,
+                                    const hkv_keys *keys, int64_t first);
 
 /* The best `width` keys of every query among those that are ranked exactly.
  *

@@ -29,6 +29,39 @@ struct SketchLines {
 /// Raises Invalid unless the map can be read.
 void check_sketch_map(const hkv_sketch_map &map);
 
+/// Raises Invalid unless the pages of a tier that has some lie within the keys.
+void check_sketch_pages(const hkv_sketch_tier &tier, const hkv_keys &keys);
+
+/// Blocks of one tier that lie next to each other.
+struct BlockRun {
+  const uint8_t *at;  // the first one
+  int64_t end;        // the block behind the last one
+  int64_t later;      // bytes to the blocks that a scan reads some kilobytes later
+};
+
+/// The run that begins with `block` and ends before `last`; `ahead` bytes are read in between.
+inline BlockRun run_of(const hkv_sketch_tier &tier, int64_t block, int64_t last, int64_t block_bytes,
+                       int64_t ahead) {
+  if (tier.pages == nullptr) return {tier.blocks + block * block_bytes, last, ahead};
+  const int64_t of_page = tier.page_keys / HKV_BLOCK_KEYS, skipped = tier.first / HKV_BLOCK_KEYS;
+  const int64_t page = (block + skipped) / of_page, within = (block + skipped) % of_page;
+  const int64_t pages = (last + skipped - 1) / of_page;  // the last one
+  const int64_t far = std::min(pages, page + std::max<int64_t>(1, ahead / (of_page * block_bytes)));
+  return {tier.blocks + tier.pages[page] * tier.page_bytes + within * block_bytes,
+          std::min(last, block + of_page - within),
+          (tier.pages[far] - tier.pages[page]) * tier.page_bytes};
+}
+
+/// The row of the keys at a place of a tier.
+inline uint32_t row_of(const hkv_sketch_tier &tier, uint32_t place) {
+  if (tier.ids != nullptr) return static_cast<uint32_t>(tier.ids[place]);
+  if (tier.pages == nullptr) return place;
+  const uint32_t token = place + static_cast<uint32_t>(tier.first);
+  const uint32_t keys = static_cast<uint32_t>(tier.page_keys);
+  return static_cast<uint32_t>(tier.first_row + tier.pages[token / keys] * tier.page_rows +
+                               token % keys);
+}
+
 /// out[row][room] = start + sum over channels of columns[channel] * rows[row][channel].
 ///
 /// The order of sums is that of the channels, whatever the width of vectors; `Rows` is how many rows

@@ -163,7 +163,67 @@ void check_rows(const hkv_keys &keys, const int32_t *rows, int64_t num_rows) {
     require(rows[i] >= 0 && rows[i] < keys.count, "rows must lie within the keys");
 }
 
+/// Codes of keys in pages: a piece is what a head has in one page.
+struct PageEncoding {
+  const hkv_sketch_tier *tiers;
+  const hkv_keys *keys;
+  int64_t first;
+
+  void run(hkv_pool *pool, int32_t heads) const {
+    const int64_t pages = num_pages();
+    parallel_for(pool, heads * pages, [this, pages](int64_t item, int) {
+      encode(static_cast<int32_t>(item / pages), item % pages);
+    });
+  }
+
+ private:
+  int64_t first_token() const { return tiers->first + first; }
+  int64_t num_pages() const {
+    if (first >= tiers->count) return 0;
+    const int64_t last = tiers->first + tiers->count - 1;
+    return last / tiers->page_keys - first_token() / tiers->page_keys + 1;
+  }
+  void encode(int32_t head, int64_t number) const;
+};
+
+void PageEncoding::encode(int32_t head, int64_t number) const {
+  const hkv_sketch_tier &tier = tiers[head];
+  const int64_t page = first_token() / tier.page_keys + number, start = page * tier.page_keys;
+  const int64_t begin = std::max(first_token(), start) - start;
+  const int64_t end = std::min<int64_t>(tier.page_keys, tier.first + tier.count - start);
+  thread_local std::vector<int32_t> rows;
+  grow(rows, end - begin);
+  for (int64_t slot = begin; slot < end; ++slot)
+    rows[slot - begin] = static_cast<int32_t>(
+        row_of(tier, static_cast<uint32_t>(start + slot - tier.first)));
+  Encoding own{};
+  own.map = tier.map;
+  own.keys = &keys[head];
+  own.rows = rows.data();
+  own.num_rows = end - begin;
+  own.first = begin;
+  // Only what a search is given is constant; whoever encodes lends the same memory to be written.
+  own.blocks = const_cast<uint8_t *>(tier.blocks) + tier.pages[page] * tier.page_bytes;
+  own.run(nullptr);
+}
+
 }  // namespace
+
+void check_sketch_pages(const hkv_sketch_tier &tier, const hkv_keys &keys) {
+  if (tier.pages == nullptr) return;
+  require(tier.ids == nullptr, "a tier in pages must have no ids");
+  require(tier.page_keys >= HKV_BLOCK_KEYS && tier.page_keys % HKV_BLOCK_KEYS == 0 &&
+              tier.first >= 0 && tier.first % HKV_BLOCK_KEYS == 0,
+          "page_keys and first must be multiples of 16");
+  require(tier.page_rows >= 0 && tier.page_bytes >= 0 && tier.first_row >= 0 &&
+              tier.page_bytes % kLineBytes == 0,
+          "steps between pages must be at least 0, and bytes a multiple of 64");
+  const int64_t end = tier.count == 0 ? 0 : (tier.first + tier.count - 1) / tier.page_keys + 1;
+  for (int64_t page = 0; page < end; ++page)
+    require(tier.pages[page] >= 0 &&
+                tier.first_row + tier.pages[page] * tier.page_rows + tier.page_keys <= keys.count,
+            "the rows of all pages must lie within the keys");
+}
 
 void check_sketch_map(const hkv_sketch_map &map) {
   require(map.dim >= 1 && map.dim <= HKV_MAX_DIM, "dim must be 1..4096");
@@ -201,6 +261,30 @@ int hkv_sketch_encode(hkv_pool *pool, const hkv_sketch_map *map, const hkv_keys 
     encoding.first = first;
     encoding.blocks = blocks;
     encoding.run(pool);
+  });
+}
+
+int hkv_sketch_encode_pages(hkv_pool *pool, int32_t heads, const hkv_sketch_tier *tiers,
+                            const hkv_keys *keys, int64_t first) {
+  return hkv::guarded([&] {
+    hkv::require(heads >= 0 && (heads == 0 || (tiers != nullptr && keys != nullptr)),
+                 "tiers and keys must not be NULL");
+    hkv::require(first >= 0, "first must be at least 0");
+    for (int32_t head = 0; head < heads; ++head) {
+      const hkv_sketch_tier &tier = tiers[head];
+      hkv::require(tier.map != nullptr && tier.pages != nullptr && tier.blocks != nullptr,
+                   "a tier must have a map, pages and blocks");
+      hkv::check_sketch_map(*tier.map);
+      hkv::check_keys(keys[head]);
+      hkv::require(keys[head].dim == tier.map->dim, "keys must have the dim of the map");
+      hkv::check_sketch_pages(tier, keys[head]);
+      hkv::require(tier.count == tiers->count && tier.first == tiers->first &&
+                       tier.page_keys == tiers->page_keys,
+                   "all tiers must have as many keys in pages of one size");
+    }
+    if (heads == 0) return;
+    hkv::PageEncoding encoding{tiers, keys, first};
+    encoding.run(pool, heads);
   });
 }
 

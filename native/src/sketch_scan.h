@@ -110,19 +110,25 @@ class TierScan {
     const SketchLines lines = lines_;
     const int64_t bytes = bytes_;
     const int32_t *words = queries_.words(slice_);
-    const uint8_t *at = tier_.blocks + first * bytes;
-    for (int64_t block = first; block < last; block += kBlocks, at += kBlocks * bytes) {
-      const int64_t gap = block + kBlocks <= last ? bytes : 0;  // else the last one, twice
+    const uint8_t *at = nullptr;
+    BlockRun run{nullptr, first, 0};
+    for (int64_t block = first; block < last;
+         block = std::min(block + kBlocks, run.end), at += kBlocks * bytes) {
+      if (block == run.end) {
+        run = run_of(tier_, block, last, bytes, kPrefetchBytes);
+        at = run.at;
+      }
+      const int64_t gap = block + kBlocks <= run.end ? bytes : 0;  // else the last one, twice
       bool any[kBlocks] = {};
       for (int part = 0; part < detail::kDotParts; ++part) {
         DotSums<Queries> sums[kBlocks];
         unrolled<kBlocks>([&](auto i) HKV_INLINE { sums[i].start(start); });
         detail::add_lines<Queries, kBlocks>(sums, at + part * detail::kPartBytes, gap, lines, words,
-                                            part == 0 ? kPrefetchBytes : 0);
+                                            part == 0 ? run.later : 0);
         unrolled<kBlocks>([&](auto i) HKV_INLINE {
           sums[i].store(passed.sums[count] + part * kDotKeys);
           passed.blocks[count] = block + i;
-          any[i] |= sums[i].any();
+          any[i] |= sums[i].any() && (decltype(i)::value == 0 || gap != 0);
           if constexpr (kBlocks > 1) count += any[i];
         });
       }
@@ -170,7 +176,9 @@ class TierScan {
 
   template <int Queries>
   __attribute__((noinline)) void score_block(int64_t block, int64_t ahead, float *out) const {
-    const uint8_t *at = tier_.blocks + block * bytes_;
+    const uint8_t *at = run_of(tier_, block, block + 1, bytes_, 0).at;
+    const int64_t last = (tier_.count - 1) / HKV_BLOCK_KEYS, later = std::min(last, block + ahead);
+    const int64_t bytes_ahead = run_of(tier_, later, later + 1, bytes_, 0).at - at;
     int32_t start[Queries];
     for (int query = 0; query < Queries; ++query) start[query] = scale(query).shift;
     alignas(64) int32_t values[Queries * HKV_BLOCK_KEYS];
@@ -178,7 +186,7 @@ class TierScan {
       DotSums<Queries> sums[1];
       sums[0].start(start);
       detail::add_lines<Queries, 1>(sums, at + part * detail::kPartBytes, 0, lines_,
-                                    queries_.words(slice_), part == 0 ? ahead * bytes_ : 0);
+                                    queries_.words(slice_), part == 0 ? bytes_ahead : 0);
       sums[0].store(values + part * kDotKeys);
     }
     for (int query = 0; query < Queries; ++query)

@@ -160,6 +160,7 @@ void check_tier(const hkv_sketch_tier &tier, const hkv_sketch_head &head) {
   require(tier.ids == nullptr || tier.count == 0 ||
               (tier.ids[0] >= 0 && tier.ids[tier.count - 1] < head.first_exact),
           "the ids of a tier must be 0..first_exact - 1");
+  check_sketch_pages(tier, head.keys);
 }
 
 void Search::check() const {
@@ -365,9 +366,7 @@ void Search::find_rows(const hkv_sketch_head &from, Found all) const {
   for (int64_t i = 0; i < all.count; ++i) {  // ascending
     while (all.ids[i] - base >= from.tiers[index].count)
       base += static_cast<uint32_t>(from.tiers[index++].count);
-    const uint32_t place = all.ids[i] - base;
-    const int32_t *rows = from.tiers[index].ids;
-    all.ids[i] = rows == nullptr ? place : static_cast<uint32_t>(rows[place]);
+    all.ids[i] = row_of(from.tiers[index], all.ids[i] - base);
   }
 }
 

@@ -18,7 +18,7 @@ from ctypes import (
     c_void_p,
 )
 
-ABI_VERSION = 19
+ABI_VERSION = 20
 OK = 0
 INVALID = 1
 NO_MEMORY = 2
@@ -102,6 +102,12 @@ class SketchTierStruct(Structure):
         ("blocks", c_void_p),
         ("ids", c_void_p),
         ("count", c_int64),
+        ("pages", c_void_p),
+        ("page_keys", c_int32),
+        ("first", c_int32),
+        ("page_rows", c_int64),
+        ("page_bytes", c_int64),
+        ("first_row", c_int64),
     )
 
 
@@ -469,6 +475,8 @@ FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "hkv_sketch_block_bytes": (c_int64, [POINTER(SketchMapStruct)]),
     "hkv_sketch_encode": (c_int, [c_void_p, POINTER(SketchMapStruct), POINTER(KeysStruct), c_void_p,
         c_int64, c_int64, c_void_p]),
+    "hkv_sketch_encode_pages": (c_int, [c_void_p, c_int32, POINTER(SketchTierStruct),
+        POINTER(KeysStruct), c_int64]),
     "hkv_sketch_search": (c_int, [c_void_p, c_int32, POINTER(SketchHeadStruct), c_void_p, c_int64,
         c_int64, c_void_p, c_void_p, c_void_p, c_void_p]),
     "hkv_stream": (c_uint64, [c_void_p, c_int64]),
