@@ -32,7 +32,8 @@ from hybrid_kv.ops.sketch_codes import (
 from hybrid_kv.types import SearchResult
 
 
-def _map_struct(sketch_map: SketchMap) -> SketchMapStruct:
+def map_struct(sketch_map: SketchMap) -> SketchMapStruct:
+    """The structure of a map, which must outlive it."""
     key_columns, query_columns, start = sketch_map.columns
     lines = (sketch_map.plan.lines_of(bits) for bits in (8, 4, 2))
     arrays = (array.data_ptr() for array in (key_columns, query_columns, start))
@@ -54,7 +55,7 @@ class SketchTier(sketch_codes.SketchTier):
     ) -> None:
         super().__init__(sketch_map, with_ids=with_ids)
         self._engine = find_engine(engine)
-        self.map_struct = _map_struct(sketch_map)
+        self.map_struct = map_struct(sketch_map)
 
     def append(self, keys: Tensor, rows: Tensor | None = None, pool: Pool | None = None) -> None:
         """As `SketchTier.append`; pool: threads that share the rows, None for the calling one."""

@@ -1,0 +1,189 @@
+"""Attention of one layer over the blocks of vLLM's cache: prompts, decodes, and the index of its keys.
+
+    prompt  ─► vLLM's kernel over a scratch; the index learns and encodes
+    decode  ─► search by codes ─► sinks, window and what was found ─► the engine's attention
+
+The index is learned from the first long prompt and then stays: its codes belong to slots, which
+sequences share, so that it cannot follow any one of them.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hybrid_kv.errors import NonFiniteError
+from hybrid_kv.index._sketch_head import SketchMaker, plan_of
+from hybrid_kv.ops.native.attend import RetrievedAttention
+from hybrid_kv.ops.native.paged_sketch import PagedSketch
+from hybrid_kv.ops.native.workers import Pool
+from hybrid_kv.vllm.batch import Prompts, SearchedDecodes, StepBatch, StepSequence
+from hybrid_kv.vllm.layout import Scratch, write
+
+_log = logging.getLogger("vllm.hybrid_kv")
+
+CODE_BYTES = 32
+"""Bytes of a key's code at 128 channels."""
+LEARN_TOKENS = 1024
+"""A shorter prompt says too little of a head's keys."""
+RELEARN = 4
+"""An index is learned again from a context of so many times the tokens, up to MOST_TOKENS of them."""
+MOST_TOKENS = 16384
+_SAMPLES = 512
+"""Positions of a prompt whose queries are learned from."""
+
+
+class Kernel(NamedTuple):
+    """vLLM's functions for a layer: `attend` a prompt, and `reshape_and_cache` for its layout."""
+
+    attend: Any
+    reshape_and_cache: Any
+    isa: str
+
+
+class HybridLayer:
+    """What one layer attends, and the index of its keys.
+
+    Args:
+        num_heads: query heads. scale, softcap: what turns a dot product into a logit.
+        scratch: shared by the layers of a process.
+        pool: the engine's threads; None for the calling one.
+    """
+
+    def __init__(
+        self, num_heads: int, scale: float, softcap: float, scratch: Scratch, pool: Pool | None
+    ) -> None:
+        self._num_heads, self._scale, self._softcap = num_heads, scale, softcap or None
+        self._scratch, self._pool = scratch, pool
+        self._index: PagedSketch | None = None
+        self._learned = 0  # tokens of the context that the index was learned from
+        self._attention: dict[int, RetrievedAttention] = {}
+        self._address = 0
+
+    @property
+    def index(self) -> PagedSketch | None:
+        """None before the first long prompt."""
+        return self._index
+
+    def write(self, blocks: Tensor, key: Tensor, value: Tensor, slots: Tensor) -> None:
+        """Store key and value [T, Hkv, D] in slots [T] int64 of blocks [N, Hkv, 2, block, D]."""
+        self._follow(blocks)
+        write(blocks, key, value, slots)
+        if self._index is not None:
+            self._index.overwrite(slots.numpy())
+
+    def forward(
+        self, blocks: Tensor, query: Tensor, output: Tensor, batch: StepBatch, kernel: Kernel
+    ) -> None:
+        """Attend the step's sequences, whose keys are written.
+
+        Args:
+            query, output: [T, Hq, D].
+        """
+        self._follow(blocks)
+        if batch.searched is not None:
+            self._attend_searched(blocks, query, output, batch, batch.searched)
+        for one in batch.whole:
+            self._attend_whole(blocks, query, output, batch, one)
+        if batch.prompts is not None:
+            self._attend_prompts(blocks, query, output, batch.prompts, kernel)
+
+    def _attend_prompts(
+        self, blocks: Tensor, query: Tensor, output: Tensor, prompts: Prompts, kernel: Kernel
+    ) -> None:
+        keys, key_cache, value_cache = self._scratch.pack(
+            blocks, prompts.contexts, kernel.reshape_and_cache, kernel.isa
+        )
+        own, out = query[prompts.tokens], torch.empty_like(output[prompts.tokens])
+        kernel.attend(own, key_cache, value_cache, out, prompts)
+        output[prompts.tokens] = out
+        begin = 0
+        for number, one in enumerate(prompts.sequences):
+            first, end = int(prompts.starts[number]), int(prompts.starts[number + 1])
+            self._learn(blocks, keys[begin : begin + one.length], own[first:end])
+            self._encode(one, one.length // 16 * 16)
+            begin += one.length
+
+    def _learn(self, blocks: Tensor, keys: Tensor, queries: Tensor) -> None:
+        """Learn the index from keys [n, Hkv, D] and the last queries [t, Hq, D] of a prompt."""
+        known = min(len(keys), MOST_TOKENS)
+        if known < max(LEARN_TOKENS, RELEARN * self._learned):
+            return
+        heads, dim = keys.shape[1:]
+        plan = plan_of(CODE_BYTES, dim)
+        queries = queries[:: max(1, len(queries) // _SAMPLES)].unflatten(1, (heads, -1))
+        if plan is None or not bool(torch.isfinite(queries.float().sum() + keys.float().sum())):
+            return
+        maps = [
+            SketchMaker(keys[:, head].float(), queries[:, head].flatten(0, 1).float()).map_of(plan)
+            for head in range(heads)
+        ]
+        self._index, self._learned = PagedSketch(blocks, maps), known
+
+    def _encode(self, one: StepSequence, length: int) -> bool:
+        """Bring the codes of a sequence up to date; whether there are any."""
+        if self._index is None:
+            return False
+        try:
+            self._index.encode(one.table, length, self._pool)
+        except NonFiniteError as error:
+            _log.warning("a sequence is attended as a whole: %s", error)
+            return False
+        return True
+
+    def _attend_searched(
+        self,
+        blocks: Tensor,
+        query: Tensor,
+        output: Tensor,
+        batch: StepBatch,
+        decodes: SearchedDecodes,
+    ) -> None:
+        coded = [
+            self._encode(one, own.first + own.count)
+            for one, own in zip(decodes.sequences, decodes.searched, strict=True)
+        ]
+        if self._index is None or not all(coded):
+            for one in decodes.sequences:
+                self._attend_whole(blocks, query, output, batch, one)
+            return
+        num, heads = len(coded), batch.shape.num_kv_heads
+        own = query[decodes.tokens].view(num, heads, -1, query.shape[-1])
+        found = self._index.search(own.float(), decodes.searched, self._pool)
+        near = decodes.near.expand(-1, -1, own.shape[2], -1)
+        ids = torch.cat([near, found], -1).flatten(0, 1)
+        out = self._attend(blocks, own.flatten(0, 1), ids)
+        output[decodes.tokens] = out.view(num, self._num_heads, -1).to(output.dtype)
+
+    def _attend_whole(
+        self, blocks: Tensor, query: Tensor, output: Tensor, batch: StepBatch, one: StepSequence
+    ) -> None:
+        heads = batch.shape.num_kv_heads
+        own = query[one.begin].view(heads, -1, query.shape[-1])
+        rows = batch.shape.rows(one.table, torch.arange(one.length)).T[:, None]
+        out = self._attend(blocks, own, rows.expand(-1, own.shape[1], -1))
+        output[one.begin] = out.view(self._num_heads, -1).to(output.dtype)
+
+    def _attend(self, blocks: Tensor, queries: Tensor, ids: Tensor) -> Tensor:
+        """Attention [M, G, D] float32 of queries [M, G, D] over rows [M, G, K] of the cache."""
+        num, tokens = len(queries), blocks.shape[3]
+        if num not in self._attention:
+            # One array for all heads and sequences: a row's number says whose it is.
+            rows = blocks.view(-1, blocks.shape[-1])
+            keys, values = rows[: len(rows) - tokens], rows[tokens:]
+            self._attention[num] = RetrievedAttention(
+                keys.expand(num, -1, -1), values.expand(num, -1, -1)
+            )
+        attention = self._attention[num]
+        return attention.attend(
+            queries, ids, scale=self._scale, softcap=self._softcap, pool=self._pool
+        ).out
+
+    def _follow(self, blocks: Tensor) -> None:
+        """Forget what was known of other memory: vLLM gives a layer its cache after a trial run."""
+        if blocks.data_ptr() != self._address:
+            self._attention, self._index, self._learned = {}, None, 0
+            self._address = blocks.data_ptr()

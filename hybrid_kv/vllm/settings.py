@@ -1,0 +1,98 @@
+"""Settings of the plug-in: `additional_config={"hybrid_kv": {...}}`, or HYBRID_KV_VLLM as JSON.
+
+Without either the plug-in leaves vLLM as it is. `{}` turns it on with the defaults.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, ValidationError
+
+from hybrid_kv.config import Params, Tokens, budget_tokens, first_sentence
+from hybrid_kv.errors import ConfigError
+
+KEY, VARIABLE = "hybrid_kv", "HYBRID_KV_VLLM"
+METHODS = ("sketch",)
+LEAST_TOP_K = 256
+"""Entries that a search returns at least: a share of a short context would be too few to matter."""
+SEARCH_FROM = 4
+"""Tokens that are searched at least, over those that are found: else all are attended."""
+
+
+def _known_budget(value: str) -> str:
+    if value != "all":
+        budget_tokens(value, 1)
+    return value
+
+
+class VllmSettings(Params):
+    """method: "sketch", codes of the keys are searched and the best ranked exactly; budget: entries
+    that a query head attends beside sinks and window, a share of the context such as 2%, tokens, or
+    "all"; sink_tokens, window_tokens: the first and the newest tokens, always attended.
+    """
+
+    method: Literal["sketch"] = "sketch"
+    budget: Annotated[str, AfterValidator(_known_budget)] = "2%"
+    sink_tokens: Tokens = 16
+    window_tokens: Tokens = 256
+
+    def top_k(self, context: int) -> int | None:
+        """Entries that a search of so many tokens returns; None where all are attended."""
+        if self.budget == "all":
+            return None
+        wanted = budget_tokens(self.budget, context)
+        return max(LEAST_TOP_K, wanted) if self.budget.strip().endswith("%") else wanted
+
+
+def settings_of(additional_config: Any) -> VllmSettings | None:
+    """The settings that a user gave; None where there are none.
+
+    Args:
+        additional_config: vLLM's own; that in it comes before the environment.
+
+    Raises:
+        ConfigError: a setting is unknown or wrong.
+    """
+    given: Any = None
+    if isinstance(additional_config, Mapping):
+        given = additional_config.get(KEY)
+    where = f"additional_config['{KEY}']"
+    if given is None and (text := os.environ.get(VARIABLE)):
+        where = VARIABLE
+        try:
+            given = json.loads(text)
+        except ValueError as error:
+            raise ConfigError(
+                f'{VARIABLE} must be JSON such as {{"budget": "2%"}}, got {text!r} ({error})'
+            ) from None
+    if given is None:
+        return None
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"{where} must be a group of settings, got {given!r}; give {{}} or more")
+    method = given.get("method", METHODS[0])
+    if method not in METHODS:
+        raise ConfigError(
+            f"{where}: method {method!r} does not run inside vLLM; those that do: "
+            f"{', '.join(METHODS)}"
+        )
+    try:
+        return VllmSettings.model_validate(given)
+    except ValidationError as error:
+        raise ConfigError(f"{where}: {first_sentence(error)}") from None
+
+
+def search_range(settings: VllmSettings, context: int) -> tuple[int, int, int] | None:
+    """First token, number of tokens and top_k of the search of a context; None to attend all.
+
+    First and number are multiples of 16, as codes lie in blocks of so many keys.
+    """
+    top_k = settings.top_k(context)
+    first = -(-settings.sink_tokens // 16) * 16
+    count = (context - settings.window_tokens) // 16 * 16 - first
+    if top_k is None or count < SEARCH_FROM * top_k:
+        return None
+    return first, count, top_k
