@@ -33,7 +33,7 @@ LEVELS = [
     {"planning", "saved"},
     {"report"},
     {"api", "eval"},
-    {"contest", "serve"},
+    {"contest", "serve", "vllm"},
     {"__init__"},  # the public names
     {"cli"},  # a user of everything, the public names included
     {"__main__"},

@@ -1,1 +1,1 @@
-"""hybrid_kv inside vLLM on a CPU: decoding that selects what it attends. Nothing is imported here."""
+"""hybrid_kv inside vLLM on a CPU: decoding that selects what it attends."""

@@ -1,4 +1,4 @@
-"""vLLM's attention backend of the CPU with decoding by hybrid_kv; its classes as vLLM wants them."""
+"""vLLM's attention backend of the CPU with decoding by hybrid_kv, in the classes vLLM wants."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class HybridBackend(CPUAttentionBackend):
         config = get_current_vllm_config()
         settings = settings_of(config.additional_config)
         if settings is None:
-            return CPUAttentionBackendImpl
+            return CPUAttentionBackendImpl  # type: ignore[no-any-return]
         check_config(config)
         _say_once(f"hybrid_kv decodes with {settings!r}")
         return HybridImpl
@@ -147,10 +147,11 @@ class HybridImpl(CPUAttentionBackendImpl):
     ) -> Tensor:
         """Attend the tokens of a step; see vLLM's own."""
         if self._layer is None or attn_metadata is None:
-            return super().forward(
+            super().forward(
                 *(layer, query, key, value, kv_cache, attn_metadata, output),
                 *(output_scale, output_block_scale),
             )
+            return output
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError("hybrid_kv does not quantise the output of attention")
         kernel = Kernel(

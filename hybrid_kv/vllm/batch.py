@@ -129,7 +129,7 @@ def _prompts(sequences: list[StepSequence], shape: CacheShape, plan: KernelPlan)
 def _searched(pairs: list[tuple[StepSequence, Searched]], shape: CacheShape) -> SearchedDecodes:
     near = []
     for one, own in pairs:
-        ends = torch.arange(own.first), torch.arange(own.first + own.count, one.length)
+        ends = torch.arange(own.first), torch.arange(own.first + own.num_tokens, one.length)
         near.append(shape.rows(one.table, torch.cat(ends)))
     rows = torch.nn.utils.rnn.pad_sequence(near, batch_first=True, padding_value=-1)
     sequences = [one for one, _ in pairs]

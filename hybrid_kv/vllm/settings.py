@@ -10,33 +10,33 @@ import os
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, ValidationError
+from pydantic import BeforeValidator, ValidationError
 
 from hybrid_kv.config import Params, Tokens, budget_tokens, first_sentence
 from hybrid_kv.errors import ConfigError
 
 KEY, VARIABLE = "hybrid_kv", "HYBRID_KV_VLLM"
 METHODS = ("sketch",)
-LEAST_TOP_K = 256
-"""Entries that a search returns at least: a share of a short context would be too few to matter."""
-SEARCH_FROM = 4
-"""Tokens that are searched at least, over those that are found: else all are attended."""
+LEAST_SEARCHED, SEARCH_FROM = 1024, 4
+"""Tokens that are searched at least, and over those that are found: else all are attended."""
 
 
-def _known_budget(value: str) -> str:
-    if value != "all":
-        budget_tokens(value, 1)
-    return value
+def _known_budget(value: object) -> str:
+    text = str(value)  # a number of tokens may come as one
+    if text != "all":
+        budget_tokens(text, 1)
+    return text
 
 
 class VllmSettings(Params):
-    """method: "sketch", codes of the keys are searched and the best ranked exactly; budget: entries
-    that a query head attends beside sinks and window, a share of the context such as 2%, tokens, or
-    "all"; sink_tokens, window_tokens: the first and the newest tokens, always attended.
+    """method: "sketch": codes of the keys are searched, the best ranked exactly and attended, the
+    unread estimated from their moments; budget: entries that a query head attends beside sinks
+    and window, tokens, a share of the context such as 2%, or "all"; sink_tokens, window_tokens:
+    the first and the newest tokens, always attended.
     """
 
     method: Literal["sketch"] = "sketch"
-    budget: Annotated[str, AfterValidator(_known_budget)] = "2%"
+    budget: Annotated[str, BeforeValidator(_known_budget)] = "128"
     sink_tokens: Tokens = 16
     window_tokens: Tokens = 256
 
@@ -44,8 +44,7 @@ class VllmSettings(Params):
         """Entries that a search of so many tokens returns; None where all are attended."""
         if self.budget == "all":
             return None
-        wanted = budget_tokens(self.budget, context)
-        return max(LEAST_TOP_K, wanted) if self.budget.strip().endswith("%") else wanted
+        return budget_tokens(self.budget, context)
 
 
 def settings_of(additional_config: Any) -> VllmSettings | None:
@@ -93,6 +92,6 @@ def search_range(settings: VllmSettings, context: int) -> tuple[int, int, int] |
     top_k = settings.top_k(context)
     first = -(-settings.sink_tokens // 16) * 16
     count = (context - settings.window_tokens) // 16 * 16 - first
-    if top_k is None or count < SEARCH_FROM * top_k:
+    if top_k is None or count < max(SEARCH_FROM * top_k, LEAST_SEARCHED):
         return None
     return first, count, top_k

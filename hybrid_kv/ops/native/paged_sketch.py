@@ -22,7 +22,7 @@ from torch import Tensor
 from hybrid_kv.errors import ConfigError, ShapeError
 from hybrid_kv.ops.host_memory import host_array
 from hybrid_kv.ops.native import library
-from hybrid_kv.ops.native.bindings import SketchHeadStruct, SketchTierStruct
+from hybrid_kv.ops.native.bindings import KeysStruct, SketchHeadStruct, SketchTierStruct
 from hybrid_kv.ops.native.library import find_engine
 from hybrid_kv.ops.native.rows import describe, pool_handle
 from hybrid_kv.ops.native.sketch import map_struct
@@ -35,13 +35,13 @@ Ints = npt.NDArray[np.int32]
 class Searched(NamedTuple):
     """The part of one sequence that a search covers.
 
-    table: [blocks] int32 contiguous, the blocks of the sequence in order. first, count: its tokens
-    from `first` on, a multiple of 16. top_k, num_rerank: results, and candidates ranked exactly.
+    table: [blocks] int32 contiguous, the blocks of the sequence in order. first, num_tokens: its
+    tokens from `first` on, a multiple of 16. top_k, num_rerank: results, and candidates ranked exactly.
     """
 
     table: Ints
     first: int
-    count: int
+    num_tokens: int
     top_k: int
     num_rerank: int
 
@@ -122,7 +122,7 @@ class PagedSketch:
 
     def search(
         self, queries: Tensor, searched: Sequence[Searched], pool: Pool | None = None
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         """The best keys of the queries of some sequences, whose tokens are encoded.
 
         Args:
@@ -130,8 +130,8 @@ class PagedSketch:
             searched: of each of the S sequences, each with at least one token.
 
         Returns:
-            [S, Hkv, G, K] int64 rows of the cache, K the largest top_k; -1 where a sequence has a
-            smaller one.
+            ids [S, Hkv, G, K] int64, rows of the cache, K the largest top_k, -1 where a sequence
+            has a smaller one; and scores [S, Hkv, G, K] float32, -inf there.
         """
         num, heads, group, _ = queries.shape
         width = max(one.top_k for one in searched)
@@ -150,7 +150,8 @@ class PagedSketch:
         for place, one in enumerate(searched):
             if one.top_k < width:
                 ids[place, :, :, one.top_k :] = -1
-        return ids
+                scores[place, :, :, one.top_k :] = -torch.inf
+        return ids, scores
 
     @property
     def bytes_per_token(self) -> int:
@@ -177,14 +178,14 @@ class PagedSketch:
         address = table.ctypes.data
         for at in range(place * heads, (place + 1) * heads):
             tier = tiers[at]
-            tier.pages, tier.first, tier.count = address, searched.first, searched.count
+            tier.pages, tier.first, tier.count = address, searched.first, searched.num_tokens
 
 
 class _Heads(NamedTuple):
     """Descriptors of heads, each with a tier of its own over the same keys; and of the keys."""
 
     structs: ctypes.Array[SketchHeadStruct]
-    keys: ctypes.Array[ctypes.Structure]
+    keys: ctypes.Array[KeysStruct]
 
     @classmethod
     def of(cls, rows: Tensor, tiers: ctypes.Array[SketchTierStruct]) -> _Heads:
