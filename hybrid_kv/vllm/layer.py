@@ -66,7 +66,8 @@ class HybridLayer:
         self._scratch, self._pool = scratch, pool
         self._index: PagedSketch | None = None
         self._learned = 0  # tokens of the context that the index was learned from
-        self._moments = PrefixMoments(torch.empty(0, 1, 2, 1, 1))
+        self.moments = PrefixMoments(torch.empty(0, 1, 2, 1, 1))
+        """For the estimate of what a step does not read."""
         self._attention: dict[int, RetrievedAttention] = {}
         self._address = 0
 
@@ -81,7 +82,7 @@ class HybridLayer:
         write(blocks, key, value, slots)
         if self._index is not None:
             self._index.overwrite(slots.numpy())
-        self._moments.overwrite(slots.numpy())
+        self.moments.overwrite(slots.numpy())
 
     def forward(
         self, blocks: Tensor, query: Tensor, output: Tensor, batch: StepBatch, kernel: Kernel
@@ -165,7 +166,7 @@ class HybridLayer:
         tails = [
             tail
             for one, searched in zip(decodes.sequences, decodes.searched, strict=True)
-            if (tail := self._moments.of(searched, partial(batch.shape.rows, one.table)))
+            if (tail := self.moments.of(searched, partial(batch.shape.rows, one.table)))
         ]
         if len(tails) < num:  # blocks are so large that one of the contexts fills none
             out = self._attend(blocks, own.flatten(0, 1), ids).out
@@ -207,7 +208,7 @@ class HybridLayer:
         """Forget what was known of other memory: vLLM gives a layer its cache after a trial run."""
         if blocks.data_ptr() != self._address:
             self._attention, self._index, self._learned = {}, None, 0
-            self._moments = PrefixMoments(blocks)
+            self.moments = PrefixMoments(blocks)
             self._address = blocks.data_ptr()
 
 

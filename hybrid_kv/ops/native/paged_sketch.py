@@ -36,7 +36,8 @@ class Searched(NamedTuple):
     """The part of one sequence that a search covers.
 
     table: [blocks] int32 contiguous, the blocks of the sequence in order. first, num_tokens: its
-    tokens from `first` on, a multiple of 16. top_k, num_rerank: results, and candidates ranked exactly.
+    tokens from `first` on, a multiple of 16. top_k, num_rerank: results, and candidates ranked
+    exactly.
     """
 
     table: Ints
