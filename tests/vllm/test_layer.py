@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hybrid_kv.ops.native import engine_state
-from hybrid_kv.ops.native.paged_sketch import Searched
+from hybrid_kv.ops.native.paged_sketch import PagedSketch, Searched
 from hybrid_kv.ops.tail import Tail
 from hybrid_kv.vllm.layer import LEARN_TOKENS
 from hybrid_kv.vllm.moments import unread
@@ -59,6 +59,10 @@ def estimated(driver: PagedDriver, one: PagedSequence, query: torch.Tensor) -> t
     own = Searched(one.blocks, first, end - first, top_k, 2 * top_k)
     q = query.view(1, HEADS, GROUP, DIM)
     ids, scores = index.search(q.contiguous(), [own])
+    fresh = PagedSketch(driver.cache, index.maps)
+    fresh.encode(one.blocks, end)
+    full = torch.from_numpy(one.blocks[: end // BLOCK]).long()
+    assert torch.equal(fresh.codes[full], index.codes[full])
     token = torch.arange(one.length)
     rows = driver.shape.rows(one.blocks, token)
     found = (ids[0, ..., None] == rows.T[:, None, None]).any(2)  # [Hkv, G, n]

@@ -81,7 +81,8 @@ class PagedSketch:
                 "smaller"
             )
         self._keys, self._tokens = rows[: len(rows) - tokens], tokens
-        self._maps = [(one, map_struct(one)) for one in maps]
+        self.maps = tuple(maps)
+        self._structs = [map_struct(one) for one in maps]
         shape = [num_blocks, heads, tokens // BLOCK_KEYS, maps[0].plan.num_lines, LINE_BYTES]
         self.codes = host_array(shape, torch.uint8)  # untouched pages take no memory
         self.coded: Ints = np.zeros(num_blocks, np.int32)
@@ -162,12 +163,12 @@ class PagedSketch:
     def _describe(self, num: int) -> tuple[ctypes.Array[SketchTierStruct], _Heads]:
         """Descriptors of so many sequences; what differs from call to call is set by `_place`."""
         if num not in self._described:
-            heads, per_head = len(self._maps), self.codes[0, 0].nbytes
+            heads, per_head = len(self.maps), self.codes[0, 0].nbytes
             tiers = (SketchTierStruct * (num * heads))()
             for at in range(num * heads):
                 head = at % heads
                 tiers[at] = SketchTierStruct(
-                    *(ctypes.pointer(self._maps[head][1]), self.codes.data_ptr() + head * per_head),
+                    *(ctypes.pointer(self._structs[head]), self.codes.data_ptr() + head * per_head),
                     *(None, 0, None, self._tokens, 0),
                     *(2 * heads * self._tokens, heads * per_head, 2 * head * self._tokens),
                 )
@@ -175,7 +176,7 @@ class PagedSketch:
         return self._described[num]
 
     def _place(self, tiers: ctypes.Array[SketchTierStruct], place: int, searched: Searched) -> None:
-        heads, table = len(self._maps), searched.table
+        heads, table = len(self.maps), searched.table
         address = table.ctypes.data
         for at in range(place * heads, (place + 1) * heads):
             tier = tiers[at]
