@@ -112,11 +112,11 @@ class HybridImpl(CPUAttentionBackendImpl):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._layer: HybridLayer | None = None
+        self.hybrid: HybridLayer | None = None
         if self.attn_type != AttentionType.DECODER or self.sliding_window != -1:
             return
         check_layer(self.alibi_slopes, self.sinks, self.kv_sharing_target_layer_name)
-        self._layer = HybridLayer(
+        self.hybrid = HybridLayer(
             self.num_heads, self.scale, self.logits_soft_cap, _scratch(), _pool()
         )
 
@@ -124,14 +124,14 @@ class HybridImpl(CPUAttentionBackendImpl):
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
         """Store new keys and values."""
-        if self._layer is None:
+        if self.hybrid is None:
             super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
             return
         count = len(slot_mapping)  # tokens beyond are padding, and so are slots below 0
         if bool((slot_mapping < 0).any()):
             there = slot_mapping >= 0
             key, value, slot_mapping = key[:count][there], value[:count][there], slot_mapping[there]
-        self._layer.write(as_blocks(kv_cache), key[:count], value[:count], slot_mapping)
+        self.hybrid.write(as_blocks(kv_cache), key[:count], value[:count], slot_mapping)
 
     def forward(
         self,
@@ -146,7 +146,7 @@ class HybridImpl(CPUAttentionBackendImpl):
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
         """Attend the tokens of a step; see vLLM's own."""
-        if self._layer is None or attn_metadata is None:
+        if self.hybrid is None or attn_metadata is None:
             super().forward(
                 *(layer, query, key, value, kv_cache, attn_metadata, output),
                 *(output_scale, output_block_scale),
@@ -158,7 +158,7 @@ class HybridImpl(CPUAttentionBackendImpl):
             partial(self._attend_prompts, layer), ops.cpu_attn_reshape_and_cache, layer.isa
         )
         out = output.view(-1, self.num_heads, self.head_size)
-        self._layer.forward(as_blocks(kv_cache), query, out, attn_metadata.batch, kernel)
+        self.hybrid.forward(as_blocks(kv_cache), query, out, attn_metadata.batch, kernel)
         return output
 
     def _attend_prompts(

@@ -112,11 +112,11 @@ class HybridLayer:
         begin = 0
         for number, one in enumerate(prompts.sequences):
             first, end = int(prompts.starts[number]), int(prompts.starts[number + 1])
-            self._learn(blocks, keys[begin : begin + one.length], own[first:end])
+            self.learn(blocks, keys[begin : begin + one.length], own[first:end])
             self._encode(one, one.length // 16 * 16)
             begin += one.length
 
-    def _learn(self, blocks: Tensor, keys: Tensor, queries: Tensor) -> None:
+    def learn(self, blocks: Tensor, keys: Tensor, queries: Tensor) -> None:
         """Learn the index from keys [n, Hkv, D] and the last queries [t, Hq, D] of a prompt."""
         if len(keys) < max(LEARN_TOKENS, RELEARN * self._learned):
             return
