@@ -118,6 +118,7 @@ class HybridLayer:
 
     def learn(self, blocks: Tensor, keys: Tensor, queries: Tensor) -> None:
         """Learn the index from keys [n, Hkv, D] and the last queries [t, Hq, D] of a prompt."""
+        self._follow(blocks)
         if len(keys) < max(LEARN_TOKENS, RELEARN * self._learned):
             return
         heads, dim = keys.shape[1:]
@@ -172,8 +173,8 @@ class HybridLayer:
             out = self._attend(blocks, own.flatten(0, 1), ids).out
         else:
             how = (decodes.searched, self._scale, self._softcap)
-            rest, change = unread(tails, own, scores, *how)
-            bias = torch.nn.functional.pad(change, (near.shape[-1], 0)).flatten(0, 1)
+            rest, change = unread(self.moments.joined(tails), own, scores, *how)
+            bias = torch.nn.functional.pad(change, (near.shape[-1], 0))
             part = self._attend(blocks, own.flatten(0, 1), ids, bias)
             out = _completed(part, rest, (scores > -torch.inf).sum(-1))
         output[decodes.tokens] = out.view(num, self._num_heads, -1).to(output.dtype)
@@ -219,8 +220,7 @@ def _completed(part: PartialAttention, rest: UnreadPart, num_found: Tensor) -> T
         part: over sinks, window and what was found, whose weights were lowered by the discount.
         rest: over the unread. num_found: [S, Hkv, G].
     """
-    lse, discount, out = (one.flatten(0, 1) for one in (rest.lse, rest.discount, rest.out))
-    lowered = num_found.flatten(0, 1).log() + discount  # what the attended weigh beside `part`
-    total = torch.stack([part.lse, lse, lowered]).logsumexp(0)
-    near, far = (part.lse - total).exp(), (lse - total).exp()
-    return near[..., None] * part.out + far[..., None] * out
+    lowered = num_found.flatten(0, 1).log() + rest.discount  # what the found weigh beside `part`
+    total = torch.stack([part.lse, rest.lse, lowered]).logsumexp(0)
+    near, far = (part.lse - total).exp(), (rest.lse - total).exp()
+    return near[..., None] * part.out + far[..., None] * rest.out

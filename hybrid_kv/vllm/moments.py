@@ -37,6 +37,7 @@ class PrefixMoments:
         self._blocks = blocks
         self._has = np.zeros(len(blocks), bool)
         self._kept: dict[int, Tail] = {}  # the one used last at the end
+        self._joined: tuple[list[Tail], Tail] | None = None
 
     def overwrite(self, slots: npt.NDArray[np.int64]) -> None:
         """Take note that keys in these slots are others than before."""
@@ -68,6 +69,21 @@ class PrefixMoments:
         self._has[table[-1]] = True
         return new
 
+    def joined(self, tails: Sequence[Tail]) -> Tail:
+        """The moments of several sequences as those of so many more KV heads.
+
+        Steps ask for the same ones again and again, so that the last are kept.
+        """
+        if len(tails) == 1:
+            return tails[0]
+        if self._joined is None or list(map(id, self._joined[0])) != list(map(id, tails)):
+            parts = [
+                torch.cat(part)
+                for part in zip(*(one.tensors().values() for one in tails), strict=True)
+            ]
+            self._joined = list(tails), Tail(0, *parts)
+        return self._joined[1]
+
     def _learn(self, first: int, end: int, rows_of: RowsOf) -> Tail:
         some = torch.linspace(first, end - 1, min(SAMPLES, end - first), dtype=torch.float64).long()
         rows, dim = rows_of(some), self._blocks.shape[-1]
@@ -83,7 +99,7 @@ class PrefixMoments:
 
 
 def unread(
-    tails: Sequence[Tail],
+    tail: Tail,
     queries: Tensor,
     scores: Tensor,
     searched: Sequence[Searched],
@@ -93,24 +109,20 @@ def unread(
     """Attention over what a search did not find, by the moments of each sequence.
 
     Args:
+        tail: the moments of all S sequences, as `PrefixMoments.joined` gives them.
         queries: [S, Hkv, G, D]. scores: [S, Hkv, G, K] float32 of what was found, -inf for none.
 
     Returns:
-        The unread part, [S, Hkv, G] and so on, and the logarithm [S, Hkv, G, K] by which the weight
-        of each found value is changed for the mean value of the unread to be right.
+        The unread part, [S * Hkv, G] and so on, and the logarithm [S * Hkv, G, K] by which the
+        weight of each found value is changed for the mean value of the unread to be right.
     """
+    heads = queries.shape[1]
+    scores = scores.flatten(0, 1)
     there = scores > -torch.inf
     sums = AttendedSums(there.sum(-1), scores.masked_fill(~there, 0.0).sum(-1))
     logits = capped(scale * scores, softcap)
     limit = logits.masked_fill(~there, torch.inf).amin(-1)
-    parts = [
-        tail.attend(
-            *(queries[at], own.num_tokens, AttendedSums(sums.num[at], sums.scores[at]), limit[at]),
-            scale=scale,
-            softcap=softcap,
-        )
-        for at, (tail, own) in enumerate(zip(tails, searched, strict=True))
-    ]
-    part = UnreadPart(*map(torch.stack, zip(*parts, strict=True)))
+    counts = torch.tensor([one.num_tokens for one in searched]).repeat_interleave(heads)[:, None]
+    part = tail.attend(queries.flatten(0, 1), counts, sums, limit, scale=scale, softcap=softcap)
     taken = (part.discount[..., None] - logits).exp().masked_fill(~there, 0.0)
     return part, torch.log1p(-taken.clamp(max=1.0))

@@ -74,8 +74,8 @@ def estimated(driver: PagedDriver, one: PagedSequence, query: torch.Tensor) -> t
     known = slice(first, first + tail.count)
     for name, moment in Tail.of(one.k[:, known], one.v[:, known]).tensors().items():
         torch.testing.assert_close(tail.tensors()[name], moment)
-    part, _ = unread([tail], q, scores, [own], scale, None)
-    rest = type(part)(*(field[0] for field in part)).without(found.float() @ one.v)
+    part, _ = unread(tail, q, scores, [own], scale, None)
+    rest = part.without(found.float() @ one.v)
     logits = (scale * q[0] @ one.k.mT).masked_fill(~attended, -torch.inf)
     weights = torch.stack([logits.logsumexp(-1), rest.lse]).softmax(0)[..., None]
     out = weights[0] * (logits.softmax(-1) @ one.v) + weights[1] * rest.out
