@@ -34,7 +34,7 @@ import torch  # noqa: E402
 
 from hybrid_kv.config import parse_count  # noqa: E402
 
-CHUNK = 32768
+CHUNK = 16384
 SHAPE = {
     "hidden_size": 4096,
     "intermediate_size": 14336,

@@ -196,3 +196,9 @@ def test_refusals(
 
 def test_without_settings_vllm_is_as_it_is(folders: dict[str, Path]) -> None:
     assert layers(engine(folders["llama"], None)) == []
+
+
+def test_vllm_finds_the_plug_in() -> None:
+    from vllm.plugins import load_plugins_by_group
+
+    assert load_plugins_by_group("vllm.general_plugins")["hybrid_kv"] is register
