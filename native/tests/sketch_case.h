@@ -51,7 +51,7 @@ class SketchCase {
     for (size_t at = 0; at < maps_.size(); ++at)
       tiers_.push_back({&maps_[at]->get(), blocks_[at]->data(),
                         num_tiers == 1 ? nullptr : ids_[at].data(),
-                        static_cast<int64_t>(ids_[at].size())});
+                        static_cast<int64_t>(ids_[at].size()), nullptr, 0, 0, 0, 0, 0});
   }
   SketchCase(const SketchCase &) = delete;
   SketchCase &operator=(const SketchCase &) = delete;

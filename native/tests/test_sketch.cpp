@@ -197,3 +197,107 @@ CLAIM(a_sketch_refuses_what_does_not_fit) {
     CHECK_REFUSED(encode(1, 0), "4..256 dims");
   }
 }
+
+CLAIM(a_search_in_pages_is_that_of_one_piece) {
+  constexpr int32_t kDim = 24, kPages = 37, kHeads = 2, kQueries = 5;
+  for (const int32_t page_keys : {16, 48, 112}) {
+    const int64_t page_rows = kHeads * page_keys, tokens = kPages * page_keys - 5;
+    const Rows rows(random_floats(kPages * page_rows * kDim, 1), kDim, HKV_BF16, 3);
+    const SketchMap map(kDim, 1, 1, 1);
+    const hkv_keys keys = rows.keys();
+    const int64_t head_bytes = page_keys / 16 * hkv_sketch_block_bytes(&map.get());
+    const Aligned codes(kPages * kHeads * head_bytes);
+    std::vector<int32_t> pages(kPages);
+    for (int32_t page = 0; page < kPages; ++page) pages[page] = page * 10 % kPages;
+    std::vector<hkv_sketch_tier> tiers;
+    for (int64_t head = 0; head < kHeads; ++head)
+      tiers.push_back({&map.get(), codes.data() + head * head_bytes, nullptr, tokens, pages.data(),
+                       page_keys, 0, page_rows, kHeads * head_bytes, head * page_keys});
+    const std::vector<hkv_keys> of_heads(kHeads, keys);
+    ScopedPool pool(3);
+    CHECK_OK(hkv_sketch_encode_pages(pool.get(), kHeads, tiers.data(), of_heads.data(), 0));
+    CHECK_OK(hkv_sketch_encode_pages(nullptr, kHeads, tiers.data(), of_heads.data(),
+                                     tokens / 32 * 16));
+    const std::vector<float> queries = random_floats(kHeads * kQueries * kDim, 2);
+    for (const int32_t first : {0, 16, 160}) {
+      std::vector<hkv_sketch_head> paged, whole;
+      std::vector<std::unique_ptr<Rows>> copies;
+      std::vector<std::unique_ptr<Aligned>> blocks;
+      std::vector<hkv_sketch_tier> pieces(kHeads);
+      std::vector<std::vector<int64_t>> places(kHeads);
+      for (int32_t head = 0; head < kHeads; ++head) {
+        tiers[head].first = first, tiers[head].count = tokens - first;
+        std::vector<float> own;
+        for (int64_t token = first; token < tokens; ++token) {
+          const int64_t row = head * page_keys + pages[token / page_keys] * page_rows +
+                              token % page_keys;
+          places[head].push_back(row);
+          const auto *from = static_cast<const uint16_t *>(keys.data) + row * keys.stride;
+          for (int32_t d = 0; d < kDim; ++d) {
+            const uint32_t bits = uint32_t{from[d]} << 16;
+            own.push_back(0.0f);
+            std::memcpy(&own.back(), &bits, 4);
+          }
+        }
+        copies.push_back(std::make_unique<Rows>(own, kDim, HKV_BF16));
+        const hkv_keys copy = copies.back()->keys();
+        std::vector<int32_t> order(static_cast<size_t>(copy.count));
+        std::iota(order.begin(), order.end(), 0);
+        blocks.push_back(std::make_unique<Aligned>((copy.count + 15) / 16 *
+                                                   hkv_sketch_block_bytes(&map.get())));
+        CHECK_OK(hkv_sketch_encode(nullptr, &map.get(), &copy, order.data(), copy.count, 0,
+                                   blocks.back()->data()));
+        pieces[head] = {&map.get(), blocks.back()->data(), nullptr, copy.count, nullptr, 0, 0, 0, 0,
+                        0};
+        whole.push_back({copy, &pieces[head], 1, 50, copy.count});
+        paged.push_back({keys, &tiers[head], 1, 50, keys.count});
+      }
+      for (hkv_pool *own : {static_cast<hkv_pool *>(nullptr), pool.get()}) {
+        const Result found = search(own, paged, queries, kQueries, 30);
+        const Result expected = search(own, whole, queries, kQueries, 30);
+        CHECK(found.scores == expected.scores && found.scored == expected.scored);
+        CHECK(found.rows_read == expected.rows_read);
+        for (size_t at = 0; at < found.ids.size(); ++at)
+          CHECK(found.ids[at] ==
+                places[at / (30 * kQueries)][static_cast<size_t>(expected.ids[at])]);
+      }
+    }
+  }
+}
+
+CLAIM(pages_that_do_not_fit_are_refused) {
+  const Rows rows(random_floats(64 * 8, 1), 8);
+  const SketchMap map(8, 1, 1, 1);
+  const hkv_keys keys = rows.keys();
+  const Aligned codes(4 * hkv_sketch_block_bytes(&map.get()));
+  std::vector<int32_t> pages = {1, 0};
+  const hkv_sketch_tier good = {&map.get(), codes.data(), nullptr, 40, pages.data(), 32, 0, 32,
+                                2 * hkv_sketch_block_bytes(&map.get()), 0};
+  hkv_sketch_tier tier = good;
+  const auto encode = [&](int64_t first = 0) {
+    return hkv_sketch_encode_pages(nullptr, 1, &tier, &keys, first);
+  };
+  CHECK_OK(encode());
+  CHECK_OK(encode(40));
+  CHECK_REFUSED(encode(-1), "first must be at least 0");
+  CHECK_REFUSED(hkv_sketch_encode_pages(nullptr, 1, nullptr, &keys, 0), "must not be NULL");
+  tier.page_keys = 24;
+  CHECK_REFUSED(encode(), "multiples of 16");
+  tier = good, tier.first = 8;
+  CHECK_REFUSED(encode(), "multiples of 16");
+  tier = good, tier.page_bytes = 8;
+  CHECK_REFUSED(encode(), "a multiple of 64");
+  tier = good, tier.first_row = 1;
+  CHECK_REFUSED(encode(), "must lie within the keys");
+  tier = good, tier.pages = nullptr;
+  CHECK_REFUSED(encode(), "must have a map, pages and blocks");
+  tier = good, tier.ids = pages.data();
+  CHECK_REFUSED(encode(), "must have no ids");
+  tier = good, pages[0] = -1;
+  CHECK_REFUSED(encode(), "must lie within the keys");
+  hkv_sketch_head head = {keys, &tier, 1, 1, 64};
+  float query[8] = {}, score;
+  int64_t id;
+  CHECK_REFUSED(hkv_sketch_search(nullptr, 1, &head, query, 1, 1, &id, &score, nullptr, nullptr),
+                "must lie within the keys");
+}

@@ -162,7 +162,9 @@ def test_a_search_serves_long_contexts(folders: dict[str, Path]) -> None:
     by searches, whose index was learned from these prompts.
     """
     asked = prompts([2600, 3000, 64], seed=7)
-    stock = tokens(engine(folders["llama"], None), asked, count=8)
+    alone = engine(folders["llama"], None)
+    assert layers(alone) == [], "without settings vLLM is as it is"
+    stock = tokens(alone, asked, count=8)
     llm = engine(folders["llama"], {"budget": "600", "window_tokens": 128})
     ours = tokens(llm, asked, count=8)
     assert len(layers(llm)) == 2
@@ -192,10 +194,6 @@ def test_refusals(
 ) -> None:
     with pytest.raises(ConfigError, match=said):
         engine(folders["llama"], settings, **options)
-
-
-def test_without_settings_vllm_is_as_it_is(folders: dict[str, Path]) -> None:
-    assert layers(engine(folders["llama"], None)) == []
 
 
 def test_vllm_finds_the_plug_in() -> None:
