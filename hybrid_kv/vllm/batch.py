@@ -16,6 +16,7 @@ from typing import NamedTuple, Self, TypeAlias
 import torch
 from torch import Tensor
 
+from hybrid_kv.ops.native.paged_attention import Piece
 from hybrid_kv.ops.native.paged_sketch import Ints, Searched
 from hybrid_kv.vllm.layout import PackedContexts, key_rows
 from hybrid_kv.vllm.settings import VllmSettings, search_range
@@ -48,17 +49,27 @@ class CacheShape(NamedTuple):
         slots = blocks * self.block_tokens + tokens % self.block_tokens
         return key_rows(slots, self.num_kv_heads, self.block_tokens)
 
+    def pieces(self, table: Ints, begin: int, end: int) -> list[Piece]:
+        """Where tokens begin..end - 1 of a sequence lie."""
+        size, found = self.block_tokens, []
+        while begin < end:
+            number, first = divmod(begin, size)
+            last = min(size, first + end - begin)
+            found.append(Piece(int(table[number]), first, last))
+            begin += last - first
+        return found
+
 
 @dataclass(frozen=True, slots=True)
 class SearchedDecodes:
     """Decoding sequences that are searched, S of them.
 
-    tokens: [S] int64 in the step. near: [S, Hkv, 1, F] int64 rows of sinks and window, -1 for none.
-    searched: of each. sequences: the same ones, for layers that have no index yet.
+    tokens: [S] int64 in the step. near: sinks and window of each. searched: of each. sequences: the
+    same ones.
     """
 
     tokens: Tensor
-    near: Tensor
+    near: list[list[Piece]]
     searched: list[Searched]
     sequences: list[StepSequence]
 
@@ -127,15 +138,11 @@ def _prompts(sequences: list[StepSequence], shape: CacheShape, plan: KernelPlan)
 
 
 def _searched(pairs: list[tuple[StepSequence, Searched]], shape: CacheShape) -> SearchedDecodes:
-    near = []
-    for one, own in pairs:
-        ends = torch.arange(own.first), torch.arange(own.first + own.num_tokens, one.length)
-        near.append(shape.rows(one.table, torch.cat(ends)))
-    rows = torch.nn.utils.rnn.pad_sequence(near, batch_first=True, padding_value=-1)
+    near = [
+        shape.pieces(one.table, 0, own.first)
+        + shape.pieces(one.table, own.first + own.num_tokens, one.length)
+        for one, own in pairs
+    ]
     sequences = [one for one, _ in pairs]
-    return SearchedDecodes(
-        torch.tensor([one.begin for one in sequences]),
-        rows.transpose(1, 2)[:, :, None],
-        [own for _, own in pairs],
-        sequences,
-    )
+    tokens = torch.tensor([one.begin for one in sequences])
+    return SearchedDecodes(tokens, near, [own for _, own in pairs], sequences)

@@ -19,9 +19,9 @@ from torch import Tensor
 from hybrid_kv.errors import NonFiniteError
 from hybrid_kv.index._sketch_head import SketchMaker, plan_of
 from hybrid_kv.ops.native.attend import RetrievedAttention
+from hybrid_kv.ops.native.paged_attention import PagedAttention, Piece
 from hybrid_kv.ops.native.paged_sketch import PagedSketch
 from hybrid_kv.ops.native.workers import Pool
-from hybrid_kv.ops.tail import UnreadPart
 from hybrid_kv.types import PartialAttention
 from hybrid_kv.vllm.batch import Prompts, SearchedDecodes, StepBatch, StepSequence
 from hybrid_kv.vllm.layout import Scratch, write
@@ -38,6 +38,8 @@ RELEARN = 1.25
 """The index is learned again from a context of so many times the tokens. The text does not matter,
 the positions do: of the exact best keys at 6,144 tokens it found .99 when it was learned from
 another text of this length, .94 from 4,096 tokens, .73 from 2,048 (SmolLM2, 2% of the keys)."""
+_LEARN_KEYS = 4096
+"""Keys of a prompt that are learned from: a chunk of it should not wait."""
 _SAMPLES = 512
 """Positions of a prompt whose queries are learned from."""
 
@@ -69,6 +71,7 @@ class HybridLayer:
         self.moments = PrefixMoments(torch.empty(0, 1, 2, 1, 1))
         """For the estimate of what a step does not read."""
         self._attention: dict[int, RetrievedAttention] = {}
+        self._paged: PagedAttention
         self._address = 0
 
     @property
@@ -119,18 +122,20 @@ class HybridLayer:
     def learn(self, blocks: Tensor, keys: Tensor, queries: Tensor) -> None:
         """Learn the index from keys [n, Hkv, D] and the last queries [t, Hq, D] of a prompt."""
         self._follow(blocks)
-        if len(keys) < max(LEARN_TOKENS, RELEARN * self._learned):
+        num = len(keys)
+        if num < max(LEARN_TOKENS, RELEARN * self._learned):
             return
         heads, dim = keys.shape[1:]
         plan = plan_of(CODE_BYTES, dim)
         queries = queries[:: max(1, len(queries) // _SAMPLES)].unflatten(1, (heads, -1))
         if plan is None or not bool(torch.isfinite(queries.float().sum() + keys.float().sum())):
             return
+        keys = keys[:: -(-num // _LEARN_KEYS)]
         maps = [
             SketchMaker(keys[:, head].float(), queries[:, head].flatten(0, 1).float()).map_of(plan)
             for head in range(heads)
         ]
-        self._index, self._learned = PagedSketch(blocks, maps), len(keys)
+        self._index, self._learned = PagedSketch(blocks, maps), num
 
     def _encode(self, one: StepSequence, length: int) -> bool:
         """Bring the codes of a sequence up to date; whether there are any."""
@@ -161,35 +166,47 @@ class HybridLayer:
             return
         num, heads = len(coded), batch.shape.num_kv_heads
         own = query[decodes.tokens].view(num, heads, -1, query.shape[-1])
-        found, scores = self._index.search(own.float(), decodes.searched, self._pool)
-        near = decodes.near.expand(-1, -1, own.shape[2], -1)
-        ids = torch.cat([near, found], -1).flatten(0, 1)
+        ids, scores = self._index.search(own.float(), decodes.searched, self._pool)
+        near = [self._attend_pieces(blocks, *pair) for pair in zip(own, decodes.near, strict=True)]
+        parts = [PartialAttention(*map(torch.cat, zip(*near, strict=True)))]
         tails = [
             tail
             for one, searched in zip(decodes.sequences, decodes.searched, strict=True)
             if (tail := self.moments.of(searched, partial(batch.shape.rows, one.table)))
         ]
-        if len(tails) < num:  # blocks are so large that one of the contexts fills none
-            out = self._attend(blocks, own.flatten(0, 1), ids).out
-        else:
+        change = lowered = None  # where blocks are so large that a context fills none
+        if len(tails) == num:
             how = (decodes.searched, self._scale, self._softcap)
             rest, change = unread(self.moments.joined(tails), own, scores, *how)
-            bias = torch.nn.functional.pad(change, (near.shape[-1], 0))
-            part = self._attend(blocks, own.flatten(0, 1), ids, bias)
-            out = _completed(part, rest, (scores > -torch.inf).sum(-1))
+            parts.append(PartialAttention(rest.out, rest.lse))
+            lowered = (scores > -torch.inf).sum(-1).flatten(0, 1).log() + rest.discount
+        parts.append(self._attend_found(blocks, own.flatten(0, 1), ids.flatten(0, 1), change))
+        together = PartialAttention(*map(torch.stack, zip(*parts, strict=True)))
+        out = _merged(together, lowered).out
         output[decodes.tokens] = out.view(num, self._num_heads, -1).to(output.dtype)
 
     def _attend_whole(
         self, blocks: Tensor, query: Tensor, output: Tensor, batch: StepBatch, one: StepSequence
     ) -> None:
-        heads = batch.shape.num_kv_heads
-        own = query[one.begin].view(heads, -1, query.shape[-1])
-        rows = batch.shape.rows(one.table, torch.arange(one.length)).T[:, None]
-        out = self._attend(blocks, own, rows.expand(-1, own.shape[1], -1)).out
+        own = query[one.begin].view(batch.shape.num_kv_heads, -1, query.shape[-1])
+        pieces = batch.shape.pieces(one.table, 0, one.length)
+        out = self._attend_pieces(blocks, own, pieces).out
         output[one.begin] = out.view(self._num_heads, -1).to(output.dtype)
 
-    def _attend(
-        self, blocks: Tensor, queries: Tensor, ids: Tensor, bias: Tensor | None = None
+    def _attend_pieces(
+        self, blocks: Tensor, queries: Tensor, pieces: list[Piece]
+    ) -> PartialAttention:
+        """Attention of queries [Hkv, G, D] over all entries of some pieces."""
+        if not pieces:
+            lse = torch.full(queries.shape[:2], -torch.inf)
+            return PartialAttention(torch.zeros(*queries.shape[:2], blocks.shape[-1]), lse)
+        part = self._paged.attend(
+            queries.contiguous(), pieces, scale=self._scale, softcap=self._softcap, pool=self._pool
+        )
+        return _merged(part)
+
+    def _attend_found(
+        self, blocks: Tensor, queries: Tensor, ids: Tensor, bias: Tensor | None
     ) -> PartialAttention:
         """Attention of queries [M, G, D] over rows [M, G, K] of the cache, with biases of each."""
         num, tokens = len(queries), blocks.shape[3]
@@ -209,18 +226,18 @@ class HybridLayer:
         """Forget what was known of other memory: vLLM gives a layer its cache after a trial run."""
         if blocks.data_ptr() != self._address:
             self._attention, self._index, self._learned = {}, None, 0
-            self.moments = PrefixMoments(blocks)
+            self.moments, self._paged = PrefixMoments(blocks), PagedAttention(blocks)
             self._address = blocks.data_ptr()
 
 
-def _completed(part: PartialAttention, rest: UnreadPart, num_found: Tensor) -> Tensor:
-    """Attention over all entries, [S * Hkv, G, D] float32.
+def _merged(parts: PartialAttention, lowered: Tensor | None = None) -> PartialAttention:
+    """Attention over all entries of parts, out [P, ..., D] and lse [P, ...].
 
     Args:
-        part: over sinks, window and what was found, whose weights were lowered by the discount.
-        rest: over the unread. num_found: [S, Hkv, G].
+        lowered: [...], the logarithm of what entries weigh beside what their part says.
     """
-    lowered = num_found.flatten(0, 1).log() + rest.discount  # what the found weigh beside `part`
-    total = torch.stack([part.lse, rest.lse, lowered]).logsumexp(0)
-    near, far = (part.lse - total).exp(), (rest.lse - total).exp()
-    return near[..., None] * part.out + far[..., None] * rest.out
+    total = parts.lse.logsumexp(0)
+    if lowered is not None:
+        total = torch.logaddexp(total, lowered)
+    shares = (parts.lse - total).exp()[..., None]
+    return PartialAttention((shares * parts.out).sum(0), total)
