@@ -23,7 +23,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 
 from hybrid_kv.ops.native.workers import Pool
 from hybrid_kv.vllm.batch import CacheShape, Prompts, StepBatch, StepSequence
-from hybrid_kv.vllm.layer import HybridLayer, Kernel
+from hybrid_kv.vllm.layer import Kernel, PagedLayer
 from hybrid_kv.vllm.layout import Scratch, as_blocks
 from hybrid_kv.vllm.refusals import check_config, check_layer
 from hybrid_kv.vllm.settings import settings_of
@@ -112,11 +112,11 @@ class HybridImpl(CPUAttentionBackendImpl):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.hybrid: HybridLayer | None = None
+        self.hybrid: PagedLayer | None = None
         if self.attn_type != AttentionType.DECODER or self.sliding_window != -1:
             return
         check_layer(self.alibi_slopes, self.sinks, self.kv_sharing_target_layer_name)
-        self.hybrid = HybridLayer(
+        self.hybrid = PagedLayer(
             self.num_heads, self.scale, self.logits_soft_cap, _scratch(), _pool()
         )
 

@@ -16,8 +16,8 @@ from typing import NamedTuple, Self, TypeAlias
 import torch
 from torch import Tensor
 
-from hybrid_kv.ops.native.paged_attention import Piece
-from hybrid_kv.ops.native.paged_sketch import Ints, Searched
+from hybrid_kv.ops.native.paged_attention import BlockSlice
+from hybrid_kv.ops.native.paged_sketch import Ints, SearchRange
 from hybrid_kv.vllm.layout import PackedContexts, key_rows
 from hybrid_kv.vllm.settings import VllmSettings, search_range
 
@@ -49,13 +49,13 @@ class CacheShape(NamedTuple):
         slots = blocks * self.block_tokens + tokens % self.block_tokens
         return key_rows(slots, self.num_kv_heads, self.block_tokens)
 
-    def pieces(self, table: Ints, begin: int, end: int) -> list[Piece]:
+    def pieces(self, table: Ints, begin: int, end: int) -> list[BlockSlice]:
         """Where tokens begin..end - 1 of a sequence lie."""
         size, found = self.block_tokens, []
         while begin < end:
             number, first = divmod(begin, size)
             last = min(size, first + end - begin)
-            found.append(Piece(int(table[number]), first, last))
+            found.append(BlockSlice(int(table[number]), first, last))
             begin += last - first
         return found
 
@@ -69,8 +69,8 @@ class SearchedDecodes:
     """
 
     tokens: Tensor
-    near: list[list[Piece]]
-    searched: list[Searched]
+    near: list[list[BlockSlice]]
+    searched: list[SearchRange]
     sequences: list[StepSequence]
 
 
@@ -117,7 +117,7 @@ class StepBatch:
                 whole.append(one)
             else:
                 first, count, top_k = found
-                own = Searched(one.table, first, count, top_k, round(RERANK * top_k))
+                own = SearchRange(one.table, first, count, top_k, round(RERANK * top_k))
                 searched.append((one, own))
         return cls(
             shape,
@@ -137,7 +137,7 @@ def _prompts(sequences: list[StepSequence], shape: CacheShape, plan: KernelPlan)
     return Prompts(torch.cat(own), starts, lengths, plan(starts, lengths), contexts, sequences)
 
 
-def _searched(pairs: list[tuple[StepSequence, Searched]], shape: CacheShape) -> SearchedDecodes:
+def _searched(pairs: list[tuple[StepSequence, SearchRange]], shape: CacheShape) -> SearchedDecodes:
     near = [
         shape.pieces(one.table, 0, own.first)
         + shape.pieces(one.table, own.first + own.num_tokens, one.length)

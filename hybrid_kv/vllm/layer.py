@@ -19,7 +19,7 @@ from torch import Tensor
 from hybrid_kv.errors import NonFiniteError
 from hybrid_kv.index._sketch_head import SketchMaker, plan_of
 from hybrid_kv.ops.native.attend import RetrievedAttention
-from hybrid_kv.ops.native.paged_attention import PagedAttention, Piece
+from hybrid_kv.ops.native.paged_attention import BlockSlice, PagedAttention
 from hybrid_kv.ops.native.paged_sketch import PagedSketch
 from hybrid_kv.ops.native.workers import Pool
 from hybrid_kv.types import PartialAttention
@@ -52,7 +52,7 @@ class Kernel(NamedTuple):
     isa: str
 
 
-class HybridLayer:
+class PagedLayer:
     """What one layer attends, and the index of its keys.
 
     Args:
@@ -194,7 +194,7 @@ class HybridLayer:
         output[one.begin] = out.view(self._num_heads, -1).to(output.dtype)
 
     def _attend_pieces(
-        self, blocks: Tensor, queries: Tensor, pieces: list[Piece]
+        self, blocks: Tensor, queries: Tensor, pieces: list[BlockSlice]
     ) -> PartialAttention:
         """Attention of queries [Hkv, G, D] over all entries of some pieces."""
         if not pieces:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from hybrid_kv.ops.native.paged_sketch import Searched
+from hybrid_kv.ops.native.paged_sketch import SearchRange
 from hybrid_kv.ops.tail import SAMPLES, AttendedSums, Tail, UnreadPart, capped
 
 MOST = 32
@@ -45,7 +45,7 @@ class PrefixMoments:
         for block in blocks[self._has[blocks]]:
             self._drop(int(block))
 
-    def of(self, searched: Searched, rows_of: RowsOf) -> Tail | None:
+    def of(self, searched: SearchRange, rows_of: RowsOf) -> Tail | None:
         """Moments for the searched part of a sequence, of most of its entries at least; None where
         it has no full block.
         """
@@ -102,7 +102,7 @@ def unread(
     tail: Tail,
     queries: Tensor,
     scores: Tensor,
-    searched: Sequence[Searched],
+    searched: Sequence[SearchRange],
     scale: float,
     softcap: float | None,
 ) -> tuple[UnreadPart, Tensor]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hybrid_kv.vllm.batch import CacheShape, Prompts, StepBatch, StepSequence
-from hybrid_kv.vllm.layer import HybridLayer, Kernel
+from hybrid_kv.vllm.layer import Kernel, PagedLayer
 from hybrid_kv.vllm.layout import Scratch
 from hybrid_kv.vllm.settings import VllmSettings
 
@@ -38,7 +38,7 @@ class PagedDriver:
         self.settings, self.shape = settings, CacheShape(HEADS, BLOCK)
         self.cache = torch.full((num_blocks, HEADS, 2, BLOCK, DIM), torch.nan)
         self.free = torch.randperm(num_blocks, generator=self.random).tolist()
-        self.layer = HybridLayer(HEADS * GROUP, DIM**-0.5, 0.0, Scratch(), None)
+        self.layer = PagedLayer(HEADS * GROUP, DIM**-0.5, 0.0, Scratch(), None)
         self.kernel = Kernel(self._attend, self._reshape_and_cache, "rows")
 
     def tokens(self, count: int, spread: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:

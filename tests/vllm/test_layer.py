@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hybrid_kv.ops.native import engine_state
-from hybrid_kv.ops.native.paged_sketch import PagedSketch, Searched
+from hybrid_kv.ops.native.paged_sketch import PagedSketch, SearchRange
 from hybrid_kv.ops.tail import Tail
 from hybrid_kv.vllm.layer import LEARN_TOKENS
 from hybrid_kv.vllm.moments import unread
@@ -56,7 +56,7 @@ def estimated(driver: PagedDriver, one: PagedSequence, query: torch.Tensor) -> t
     index = driver.layer.index
     assert index is not None
     top_k = int(settings.budget)
-    own = Searched(one.blocks, first, end - first, top_k, 2 * top_k)
+    own = SearchRange(one.blocks, first, end - first, top_k, 2 * top_k)
     q = query.view(1, HEADS, GROUP, DIM)
     ids, scores = index.search(q.contiguous(), [own])
     fresh = PagedSketch(driver.cache, index.maps)

@@ -18,7 +18,7 @@ from hybrid_kv.ops.native.workers import Pool
 from hybrid_kv.types import PartialAttention
 
 
-class Piece(NamedTuple):
+class BlockSlice(NamedTuple):
     """Slots begin..end - 1 of a block."""
 
     block: int
@@ -41,7 +41,7 @@ class PagedAttention:
     def attend(
         self,
         queries: Tensor,
-        pieces: Sequence[Piece],
+        pieces: Sequence[BlockSlice],
         *,
         scale: float,
         softcap: float | None = None,

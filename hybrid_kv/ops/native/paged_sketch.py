@@ -32,7 +32,7 @@ from hybrid_kv.ops.sketch_codes import BLOCK_KEYS, LINE_BYTES, SketchMap
 Ints = npt.NDArray[np.int32]
 
 
-class Searched(NamedTuple):
+class SearchRange(NamedTuple):
     """The part of one sequence that a search covers.
 
     table: [blocks] int32 contiguous, the blocks of the sequence in order. first, num_tokens: its
@@ -114,7 +114,7 @@ class PagedSketch:
         block = int(missing[0])
         first = block * self._tokens + int(self.coded[own[block]]) // BLOCK_KEYS * BLOCK_KEYS
         tiers, heads = self._describe(1)
-        self._place(tiers, 0, Searched(table, 0, length, 1, 1))
+        self._place(tiers, 0, SearchRange(table, 0, length, 1, 1))
         status = self._engine.hkv_sketch_encode_pages(
             pool_handle(pool), len(tiers), tiers, heads.keys, first
         )
@@ -123,7 +123,7 @@ class PagedSketch:
         return length - first
 
     def search(
-        self, queries: Tensor, searched: Sequence[Searched], pool: Pool | None = None
+        self, queries: Tensor, searched: Sequence[SearchRange], pool: Pool | None = None
     ) -> tuple[Tensor, Tensor]:
         """The best keys of the queries of some sequences, whose tokens are encoded.
 
@@ -175,7 +175,9 @@ class PagedSketch:
             self._described[num] = tiers, _Heads.of(self._keys, tiers)
         return self._described[num]
 
-    def _place(self, tiers: ctypes.Array[SketchTierStruct], place: int, searched: Searched) -> None:
+    def _place(
+        self, tiers: ctypes.Array[SketchTierStruct], place: int, searched: SearchRange
+    ) -> None:
         heads, table = len(self.maps), searched.table
         address = table.ctypes.data
         for at in range(place * heads, (place + 1) * heads):
