@@ -32,7 +32,7 @@ _log = logging.getLogger("vllm.hybrid_kv")
 CODE_BYTES = 48
 """Bytes of a key's code at 128 channels. More than where a context has an index of its own: that of
 another text needs them."""
-LEARN_TOKENS = 1024
+LEARN_TOKENS = 2048
 """A shorter prompt says too little of a head's keys."""
 RELEARN = 1.25
 """The index is learned again from a context of so many times the tokens. The text does not matter,
@@ -67,6 +67,7 @@ class PagedLayer:
         self._num_heads, self._scale, self._softcap = num_heads, scale, softcap or None
         self._scratch, self._pool = scratch, pool
         self._index: PagedSketch | None = None
+        self._queries, self._place = torch.empty(0), 0  # the latest, and the next one's place
         self._learned = 0  # tokens of the context that the index was learned from
         self.moments = PrefixMoments(torch.empty(0, 1, 2, 1, 1))
         """For the estimate of what a step does not read."""
@@ -122,20 +123,36 @@ class PagedLayer:
     def learn(self, blocks: Tensor, keys: Tensor, queries: Tensor) -> None:
         """Learn the index from keys [n, Hkv, D] and the last queries [t, Hq, D] of a prompt."""
         self._follow(blocks)
-        num = len(keys)
-        if num < max(LEARN_TOKENS, RELEARN * self._learned):
+        if len(keys) < LEARN_TOKENS:
             return
+        self._queries = queries[:: -(-len(queries) // _SAMPLES)].clone()
+        if len(keys) >= RELEARN * self._learned:
+            self._learn(blocks, keys[:: -(-len(keys) // _LEARN_KEYS)], len(keys))
+
+    def _learn(self, blocks: Tensor, keys: Tensor, length: int) -> None:
+        """Learn from some keys [n, Hkv, D] of a context of this length, and the latest queries."""
         heads, dim = keys.shape[1:]
         plan = plan_of(CODE_BYTES, dim)
-        queries = queries[:: max(1, len(queries) // _SAMPLES)].unflatten(1, (heads, -1))
-        if plan is None or not bool(torch.isfinite(queries.float().sum() + keys.float().sum())):
+        queries = self._queries.unflatten(1, (heads, -1)).float()
+        keys = keys.float()
+        # Without an index all is attended, as where keys are not finite; a later context may do.
+        if plan is None or not bool(torch.isfinite(queries.sum() + keys.sum())):
             return
-        keys = keys[:: -(-num // _LEARN_KEYS)]
         maps = [
-            SketchMaker(keys[:, head].float(), queries[:, head].flatten(0, 1).float()).map_of(plan)
+            SketchMaker(keys[:, head], queries[:, head].flatten(0, 1)).map_of(plan)
             for head in range(heads)
         ]
-        self._index, self._learned = PagedSketch(blocks, maps), num
+        self._index, self._learned = PagedSketch(blocks, maps), length
+
+    def _learn_on(self, blocks: Tensor, batch: StepBatch, decodes: SearchedDecodes) -> None:
+        """Learn again where a context has grown by decoding, from it and the latest queries."""
+        longest = max(decodes.sequences, key=lambda one: one.length)
+        if self._index is None or longest.length < RELEARN * self._learned:
+            return
+        some = torch.linspace(0, longest.length - 1, _LEARN_KEYS, dtype=torch.float64).long()
+        rows = batch.shape.rows(longest.table, some)
+        keys = blocks.view(-1, blocks.shape[-1]).index_select(0, rows.flatten())
+        self._learn(blocks, keys.view(*rows.shape, -1), longest.length)
 
     def _encode(self, one: StepSequence, length: int) -> bool:
         """Bring the codes of a sequence up to date; whether there are any."""
@@ -156,6 +173,8 @@ class PagedLayer:
         batch: StepBatch,
         decodes: SearchedDecodes,
     ) -> None:
+        self._remember(query[decodes.tokens])
+        self._learn_on(blocks, batch, decodes)
         coded = [
             self._encode(one, own.first + own.num_tokens)
             for one, own in zip(decodes.sequences, decodes.searched, strict=True)
@@ -184,6 +203,13 @@ class PagedLayer:
         together = PartialAttention(*map(torch.stack, zip(*parts, strict=True)))
         out = _merged(together, lowered).out
         output[decodes.tokens] = out.view(num, self._num_heads, -1).to(output.dtype)
+
+    def _remember(self, queries: Tensor) -> None:
+        """Put decoding queries [S, Hq, D] in the place of the oldest ones."""
+        if len(self._queries):
+            places = (self._place + torch.arange(len(queries))) % len(self._queries)
+            self._queries[places] = queries
+            self._place += len(queries)
 
     def _attend_whole(
         self, blocks: Tensor, query: Tensor, output: Tensor, batch: StepBatch, one: StepSequence
@@ -226,6 +252,7 @@ class PagedLayer:
         """Forget what was known of other memory: vLLM gives a layer its cache after a trial run."""
         if blocks.data_ptr() != self._address:
             self._attention, self._index, self._learned = {}, None, 0
+            self._queries = torch.empty(0)
             self.moments, self._paged = PrefixMoments(blocks), PagedAttention(blocks)
             self._address = blocks.data_ptr()
 

@@ -17,8 +17,9 @@ from hybrid_kv.errors import ConfigError
 
 KEY, VARIABLE = "hybrid_kv", "HYBRID_KV_VLLM"
 METHODS = ("sketch",)
-LEAST_SEARCHED, SEARCH_FROM = 1024, 4
-"""Tokens that are searched at least, and over those that are found: else all are attended."""
+LEAST_SEARCHED, SEARCH_FROM = 4096, 4
+"""Tokens that are searched at least, and over those that are found: else all are attended. It takes
+no longer then, and the index of longer contexts finds less in short ones."""
 
 
 def _known_budget(value: object) -> str:

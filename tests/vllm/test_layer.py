@@ -12,12 +12,19 @@ import torch
 from hybrid_kv.ops.native import engine_state
 from hybrid_kv.ops.native.paged_sketch import PagedSketch, SearchRange
 from hybrid_kv.ops.tail import Tail
-from hybrid_kv.vllm.layer import LEARN_TOKENS
 from hybrid_kv.vllm.moments import unread
 from hybrid_kv.vllm.settings import VllmSettings
 from tests.vllm.paged import BLOCK, DIM, GROUP, HEADS, PagedDriver, PagedSequence, attention
 
 pytestmark = pytest.mark.skipif(engine_state().isa is None, reason="decoding needs the engine")
+
+
+@pytest.fixture(autouse=True)
+def short_contexts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hybrid_kv.vllm.settings.LEAST_SEARCHED", 1024)
+    monkeypatch.setattr("hybrid_kv.vllm.layer.LEARN_TOKENS", 1024)
+
+
 SMALL = VllmSettings(budget="64", sink_tokens=16, window_tokens=32)
 
 
@@ -43,7 +50,7 @@ def test_a_chunk_of_one_token_is_a_prompt() -> None:
 
 def test_a_short_context_is_attended_as_a_whole() -> None:
     driver, one = PagedDriver(SMALL), PagedSequence()
-    driver.step((one, LEARN_TOKENS + 16))
+    driver.step((one, 1040))
     assert driver.layer.index is not None
     (out,) = driver.step((one, 1))
     near(out, one, driver.queries[0])
@@ -172,3 +179,13 @@ def test_codes_fall_to_the_first_slot_that_is_written() -> None:
     index.overwrite(np.array([one.table[3] * BLOCK + 21, one.table[3] * BLOCK + 9]))
     assert index.coded[one.table[3]] == 9
     assert index.encode(one.blocks, 1984) == 1984 - 3 * BLOCK
+
+
+def test_an_index_is_learned_again_when_a_context_has_grown_by_decoding() -> None:
+    driver, one = PagedDriver(SMALL, seed=6), PagedSequence()
+    driver.step((one, 1200))
+    first = driver.layer.index
+    for _ in range(310):
+        (out,) = driver.step((one, 1))
+    assert driver.layer.index is not first
+    torch.testing.assert_close(out, estimated(driver, one, driver.queries[0]), atol=1e-5, rtol=1e-4)
