@@ -168,7 +168,7 @@ def test_a_search_serves_long_contexts(folders: dict[str, Path]) -> None:
     llm = engine(folders["llama"], {"budget": "1000", "window_tokens": 128}, max_model_len=8192)
     ours = tokens(llm, asked, count=8)
     assert len(layers(llm)) == 2
-    assert all(one.index is not None and int(one.index.coded.sum()) > 11000 for one in layers(llm))
+    assert all(one.index is not None and int(one.index.coded.sum()) > 5000 for one in layers(llm))
     assert ours[2] == stock[2]
     same = sum(a == b for a, b in zip(ours[0] + ours[1], stock[0] + stock[1], strict=True))
     assert same >= 4
