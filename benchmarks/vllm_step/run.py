@@ -77,7 +77,8 @@ def engine(folder: str, tokens: int, settings: dict[str, Any] | None) -> Any:
         from hybrid_kv.vllm.layout import as_blocks
 
         own = layer.impl.hybrid
-        own.learn(as_blocks(layer.kv_cache), torch.randn(4096, 8, 128), torch.randn(512, 32, 128))
+        queries = torch.randn(512, 32, 128).to(layer.kv_cache.dtype)
+        own.learn(as_blocks(layer.kv_cache), torch.randn(tokens, 8, 128), queries)
     return llm.llm_engine
 
 
