@@ -51,7 +51,7 @@ class SavedSamples(SavedPart):
 
 
 class SavedMoments(SavedPart):
-    """Moments of the first `num_entries` of an extent; see `Tail`. Before version 5 of one cluster."""
+    """Moments of the first `num_entries` of an extent, of one cluster before version 5; `Tail`."""
 
     block: str = Field(pattern=_BLOCK)
     num_entries: int = Field(ge=1)
