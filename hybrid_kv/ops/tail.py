@@ -48,7 +48,8 @@ MOMENTS = ("shares", "keys", "values", "key_key", "key_value")
 MOST_CLUSTERS = 64
 """By as many clusters of keys the KL from full attention halves at 1 and 2% of texts; 128 take off
 another eighth, and cost as much again as the covariances."""
-_CLUSTER_ENTRIES = 32  # at least, for a cluster's mean is to say more than its entries
+_CLUSTER_ENTRIES = 16
+"""Entries that a cluster has on average, at least: its mean takes as much memory as one of them."""
 _LEARNED, _ROUNDS = 2048, 5  # entries that centroids are learned from, and rounds of k-means
 _LEAST_GROWTH = 256
 _LEAST_VARIANCE, _LEAST_SLOPE, _LEAST_SHARE = 1e-12, 1e-6, 1e-30
@@ -298,6 +299,11 @@ def sizes_of_moments(heads: int, clusters: int, dim: int) -> dict[str, tuple[int
     return dict(
         zip(MOMENTS, [(heads, clusters), means, means, covariance, covariance], strict=True)
     )
+
+
+def moments_bytes(heads: int, dim: int, count: int) -> int:
+    """Bytes of the moments of `count` entries."""
+    return 4 * sum(map(math.prod, sizes_of_moments(heads, clusters_of(count), dim).values()))
 
 
 def _centroids(k: Tensor, count: int) -> Tensor:

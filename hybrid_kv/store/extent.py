@@ -144,7 +144,7 @@ class ExtentView:
         self.extent.readers.add(self)
 
     def tail(self, device: torch.device) -> Tail:
-        """These entries as one Gaussian of each KV head; those of late may not be in it yet.
+        """Moments of these entries by KV head; those of late may not be in them yet.
 
         On a device they stay where they lie, so that a captured step goes on reading them.
         """
