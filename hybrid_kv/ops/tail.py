@@ -31,12 +31,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from hybrid_kv.ops.kmeans import kmeans, members_of, nearest_of
 from hybrid_kv.ops.upload import staged
 from hybrid_kv.types import PartialAttention
 
@@ -139,7 +138,8 @@ class Tail:
     ) -> Tail:
         """Of k, v [Hkv, n, D], each in the cluster of the nearest of centroids [Hkv, C, D]."""
         k, v = k.float(), v.float()
-        members = members_of(nearest_of(k, centroids), centroids.shape[1])  # [Hkv, C, n]
+        by = _clustering()
+        members = by.members_of(by.nearest_of(k, centroids), centroids.shape[1])  # [Hkv, C, n]
         if without is not None:
             members *= (~without).float()[:, None]
         sizes, kept = members.sum(-1), members.sum(1)[..., None]
@@ -312,7 +312,14 @@ def _centroids(k: Tensor, count: int) -> Tensor:
         return k.float().mean(1, keepdim=True)
     if k.shape[1] > _LEARNED:
         k = k[:, _evenly(k.shape[1], _LEARNED, k.device)]
-    return kmeans(k.float(), count, _ROUNDS)[0]
+    centroids: Tensor = _clustering().kmeans(k.float(), count, _ROUNDS)[0]
+    return centroids
+
+
+def _clustering() -> Any:
+    from hybrid_kv.ops import kmeans  # a configuration alone takes none
+
+    return kmeans
 
 
 def _capped_normal(mean: Tensor, softcap: float | None) -> tuple[Tensor, Tensor]:

@@ -168,6 +168,13 @@ def _weighed(
 
 
 @triton.jit
+def _tile(matrix, rows, is_row, columns, is_column, DIM: tl.constexpr):
+    """Some rows and columns of a matrix [rows, DIM], 0 where they are none."""
+    at = rows[:, None] * DIM + columns[None, :]
+    return tl.load(matrix + at, mask=is_row[:, None] & is_column[None, :], other=0.0)
+
+
+@triton.jit
 def _unread_kernel(
     q,
     scores,
@@ -209,34 +216,35 @@ def _unread_kernel(
     ratio = num_own.to(tl.float32) / tl.maximum(left, 1.0)
     their = scale * tl.sum(tl.where(own, some, 0.0), 0) / tl.maximum(left, 1.0)
 
-    # The logits of the clusters as Gaussians, and their covariance with the values.
+    # The logits of the clusters as Gaussians.
     every = tl.arange(0, BLOCK_DIM)
     in_dim = every < DIM
     cluster = tl.arange(0, BLOCK_CLUSTERS)
     is_cluster = cluster < CLUSTERS
     query = tl.load(q + row * DIM + every, mask=in_dim, other=0.0).to(tl.float32) * scale
     turned = tl.zeros((BLOCK_DIM,), tl.float32)
-    lean = tl.zeros((BLOCK_DIM,), tl.float32)
     means = tl.zeros((BLOCK_CLUSTERS,), tl.float32)
     for begin in range(0, DIM, CHANNELS):
         channels = begin + tl.arange(0, CHANNELS)
         inside = channels < DIM
         part = tl.load(q + row * DIM + channels, mask=inside, other=0.0).to(tl.float32) * scale
-        at = (head * DIM + channels)[:, None] * DIM + every[None, :]
-        real = inside[:, None] & in_dim[None, :]
-        turned += tl.sum(part[:, None] * tl.load(key_key + at, mask=real, other=0.0), 0)
-        lean += tl.sum(part[:, None] * tl.load(key_value + at, mask=real, other=0.0), 0)
-        at = (head * CLUSTERS + cluster)[:, None] * DIM + channels[None, :]
-        real = is_cluster[:, None] & inside[None, :]
-        means += tl.sum(part[None, :] * tl.load(keys + at, mask=real, other=0.0), 1)
+        own_key_key = _tile(key_key, head * DIM + channels, inside, every, in_dim, DIM)
+        turned += tl.sum(part[:, None] * own_key_key, 0)
+        own_keys = _tile(keys, head * CLUSTERS + cluster, is_cluster, channels, inside, DIM)
+        means += tl.sum(part[None, :] * own_keys, 1)
     share = tl.load(shares + head * CLUSTERS + cluster, mask=is_cluster, other=0.0)
     deviation = tl.sqrt(tl.maximum(tl.sum(turned * query, 0), 1e-12))
     weight, of_means, of_slopes, fade = _weighed(
         means, share, deviation, ratio, their, lowest, scale, softcap, HAS_SOFTCAP, FIRST_ORDER
     )
-    at = (head * CLUSTERS + cluster)[:, None] * DIM + every[None, :]
-    centres = tl.load(values + at, mask=is_cluster[:, None] & in_dim[None, :], other=0.0)
-    value = tl.sum(of_means[:, None] * centres, 0) + lean * of_slopes
-    tl.store(out + row * DIM + every, value, mask=in_dim)
+    # Some channels at a time, by the means of the clusters and the covariance with the logit.
+    for begin in range(0, DIM, CHANNELS):
+        channels = begin + tl.arange(0, CHANNELS)
+        inside = channels < DIM
+        own_values = _tile(values, head * CLUSTERS + cluster, is_cluster, channels, inside, DIM)
+        own_key_value = _tile(key_value, head * DIM + every, in_dim, channels, inside, DIM)
+        value = tl.sum(of_means[:, None] * own_values, 0)
+        value += of_slopes * tl.sum(query[:, None] * own_key_value, 0)
+        tl.store(out + row * DIM + channels, value, mask=inside)
     tl.store(lse + row, tl.log(left) + weight)
     tl.store(discount + row, tl.where(left > 0, weight - fade, -float("inf")))
