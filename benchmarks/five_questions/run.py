@@ -1,11 +1,13 @@
 #!/usr/bin/env python3
-"""Is a context's fifth question answered as well as its first?
+"""Is a context's last question answered as well as its first, and in any order?
 
     OMP_NUM_THREADS=1 HYBRID_KV_THREADS=1 python benchmarks/five_questions/run.py --context 32k
 
-One prefill serves all: full attention, and `hybrid` at full and at its default budget. Each
-conversation is a fork of the context, which is asked five questions in turn that are kept. At full
-budget the tokens of every turn have to be those of full attention. Stdout is one JSON document.
+One prefill serves all: full attention, and `hybrid` at full budget and at `--budget`. Each
+conversation is a fork of the context, which is asked some questions in turn that are kept, and
+another fork the same ones in reverse. At full budget the tokens of every turn have to be those of
+full attention. With `--turns 32 --records 32` a whole list is asked for, record by record. Stdout
+is one JSON document.
 """
 
 from __future__ import annotations
@@ -13,8 +15,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 if __name__ == "__main__":  # a script: the project's root is not on its path
     sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -23,21 +26,21 @@ import torch
 
 import hybrid_kv as hkv
 from benchmarks.common.surroundings import surroundings
-from hybrid_kv.config import parse_count
+from hybrid_kv.config import budget_tokens, parse_count
 from hybrid_kv.eval.needle import is_correct, make_sample
 from hybrid_kv.eval.prefilled import open_cache, prefill
 from hybrid_kv.report.compact import compact
 
-TURNS = 5
+Answers: TypeAlias = list[list[tuple[list[int], bool]]]
+"""By conversation and question: the tokens of the answer, and whether it is right."""
 
 
-def converse(context: hkv.Context, sample: Any, options: argparse.Namespace) -> list[Any]:
-    """By conversation and turn: the tokens of the answer, and whether it is right."""
+def converse(context: hkv.Context, conversations: list[list[Any]]) -> Answers:
     found = []
-    for number in range(options.conversations):
+    for questions in conversations:
         with context.fork() as fork:
             turns = []
-            for question in sample.questions[number * TURNS : (number + 1) * TURNS]:
+            for question in questions:
                 count = len(question.answer)
                 answer = fork.ask(list(question.ids), keep=True, max_new_tokens=count)
                 turns.append((answer.token_ids, is_correct(question, answer.token_ids)))
@@ -45,49 +48,67 @@ def converse(context: hkv.Context, sample: Any, options: argparse.Namespace) -> 
     return found
 
 
+def backwards(conversations: list[list[Any]]) -> list[list[Any]]:
+    return [turns[::-1] for turns in conversations]
+
+
 def measure(llm: hkv.LLM, options: argparse.Namespace, seed: int) -> dict[str, Any]:
+    turns = options.turns
     sample = make_sample(
         options.task,
         options.context,
         num_records=options.records,
-        num_questions=TURNS * options.conversations,
+        num_questions=turns * options.conversations,
         seed=seed,
     )
+    asked = [
+        list(sample.questions[number * turns :][:turns]) for number in range(options.conversations)
+    ]
     default = hkv.HybridConfig(method="hybrid")
+    chosen = default
+    if options.budget:
+        total = len(sample.context) + turns * 16
+        chosen = default.at_budget(str(budget_tokens(options.budget, total)), total)
     configs = {
         "full": hkv.HybridConfig(method="full"),
         "hybrid_full_budget": default.opened(),
-        "hybrid": default,
+        "hybrid": chosen,
     }
     prompt = prefill(llm.runtime, sample.context, default.build().needs)
     ids = torch.from_numpy(sample.context)[None]
-    found: dict[str, list[Any]] = {}
+    rows: dict[str, Any] = {}
+    answers: dict[str, Answers] = {}
     for name, config in configs.items():
         with hkv.Context(llm, open_cache(llm.runtime, config, prompt), ids) as context:
-            found[name] = converse(context, sample, options)
-        print(name, right_by_turn(found[name]), file=sys.stderr, flush=True)
-    same = sum(
-        one[0] == other[0]
-        for ours, theirs in zip(found["hybrid_full_budget"], found["full"], strict=True)
-        for one, other in zip(ours, theirs, strict=True)
-    )
-    return {
-        "seed": seed,
-        "answers": TURNS * options.conversations,
-        "same_tokens_at_full_budget": same,
-        "right_by_turn": {name: right_by_turn(answers) for name, answers in found.items()},
-    }
+            answers[name] = converse(context, asked)
+            reverse = backwards(converse(context, backwards(asked)))
+        rows[name] = {
+            "right_by_turn": right_by_turn(answers[name]),
+            "right_in_reverse": right_by_turn(reverse),
+            "same_in_reverse": same(answers[name], reverse),
+            "same_as_full": same(answers[name], answers["full"]),
+        }
+        print(name, rows[name], file=sys.stderr, flush=True)
+    return {"seed": seed, "answers": turns * options.conversations, **rows}
 
 
-def right_by_turn(conversations: list[Any]) -> list[int]:
-    return [sum(turns[turn][1] for turns in conversations) for turn in range(TURNS)]
+def same(ours: Answers, theirs: Answers) -> int:
+    """Answers of the same tokens."""
+    pairs = zip(chain.from_iterable(ours), chain.from_iterable(theirs), strict=True)
+    return sum(one[0] == other[0] for one, other in pairs)
+
+
+def right_by_turn(conversations: Answers) -> list[int]:
+    return [sum(right for _, right in turns) for turns in zip(*conversations, strict=True)]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--model", default="needle")
     parser.add_argument("--context", type=parse_count, default=32768)
-    parser.add_argument("--conversations", type=int, default=8, help="of five questions each")
+    parser.add_argument("--conversations", type=int, default=8, help="of so many turns each")
+    parser.add_argument("--turns", type=int, default=5, help="questions of a conversation")
+    parser.add_argument("--budget", help="of a step, such as 2%; default: hybrid's own")
     parser.add_argument("--task", default="key_value")
     parser.add_argument("--records", type=int, default=128)
     parser.add_argument("--samples", type=int, default=1, help="contexts")

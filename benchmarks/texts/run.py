@@ -41,6 +41,7 @@ from hybrid_kv.contest.measure import EvalTarget, reading
 from hybrid_kv.contest.prompts import Prompt, PromptBuilder
 from hybrid_kv.contest.shared import SharedPrompt
 from hybrid_kv.eval.prefilled import PrefilledPrompt
+from hybrid_kv.ops.tail import moments_bytes
 from hybrid_kv.planning.model_facts import model_facts
 from hybrid_kv.planning.plan import ModelFacts
 from hybrid_kv.types import Needs
@@ -140,16 +141,15 @@ def taking_part(methods: Sequence[str], budgets: Sequence[str], context: int) ->
     return [one for one in found if one.refused is None]
 
 
-def estimate_entries(facts: ModelFacts, config: HybridConfig) -> int:
-    """Entries that a query head could attend for the bytes of the moments that it is given.
-
-    They are count, mean and covariance of keys, mean of values and covariance of both, in float32:
-    2 D^2 + 2 D numbers, where an entry has 2 D.
-    """
+def estimate_entries(facts: ModelFacts, config: HybridConfig, context: int) -> int:
+    """Entries that a query head could attend for the bytes of the moments that it is given."""
     cold = getattr(config, "cold", None)
     if getattr(cold, "estimate", "none") != "gaussian":
         return 0
-    worth = [4 * (shape.head_dim + 1) / facts.dtype_bytes for shape in facts.layers]
+    worth = [
+        moments_bytes(1, shape.head_dim, context) / (2 * shape.head_dim * facts.dtype_bytes)
+        for shape in facts.layers
+    ]
     return round(fmean(worth))
 
 
@@ -183,15 +183,16 @@ def _restored(prompt: PrefilledPrompt, *others: Any) -> Kept:
 
 
 def row_of(
-    text: Text, one: EvalCase, place: EvalTarget, fields: dict[str, Any], budget: str
+    text: Text, who: tuple[EvalCase, str], place: EvalTarget, fields: dict[str, Any], context: int
 ) -> dict[str, Any]:
-    """A row of the CSV; nats beyond full attention."""
+    """A row of the CSV for a case and its budget; nats beyond full attention."""
+    one, budget = who
     counters = fields["counters"]
     beyond = fmean(fields["nats"]) - (fmean(fields["full_nats"]) if one.name != FULL else 0)
     return {
         **{"text": text.name, "kind": text.kind, "method": one.name, "budget": budget},
         "attended": f"{counters.attended_tokens:.1f}",
-        "estimate": estimate_entries(place.facts, one.config),
+        "estimate": estimate_entries(place.facts, one.config, context),
         "bytes": f"{counters.read_bytes:.0f}",
         "nats": f"{beyond:.5f}",
         "kl": f"{fmean(fields['kl']):.6f}",
@@ -270,7 +271,7 @@ def _measure(
             fields, _ = reading(
                 place, one.config, kept, prompt, _STEP, kept.full, looked=False, timed=_TIMED
             )
-        rows.add(row_of(text, one, place, fields, budget))
+        rows.add(row_of(text, who, place, fields, len(prompt.context)))
     except Exception as error:
         print(f"{text.name}, {one.name} at {budget}: {error}", file=sys.stderr, flush=True)
         return False

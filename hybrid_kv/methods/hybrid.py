@@ -31,10 +31,10 @@ class Hybrid(RetrievalAttention):
 
     Sinks and window are attended exactly, pages on the device by Quest's bound, cold entries by
     whichever index is best for head, machine and length, and what no search finds as the tail of
-    one Gaussian of keys and values for each KV head; the parts are merged by log-sum-exp.
+    Gaussians of keys and values, up to 64 for each KV head; the parts are merged by log-sum-exp.
 
     Kept: sinks, window and spare pages on the device, everything else in host memory.
-    Lost: nothing; what a step does not find it knows by mean and covariance.
+    Lost: nothing; what a step does not find it knows by means and covariance.
     Deviations: the combination is of this project.
     """
 

@@ -14,6 +14,8 @@ def kmeans(
 ) -> tuple[Tensor, Tensor]:
     """Lloyd's algorithm, from points that are evenly spread over the set; no random numbers.
 
+    It does not wait for a device, and takes all of its iterations there.
+
     Args:
         points: [B, N, D] float32, N >= 1; num_centroids: at most N are made.
         spherical: points have length 1, and so have centroids: the largest cosine is nearest.
@@ -23,18 +25,19 @@ def kmeans(
         its points stays where it was.
     """
     sets, count, _ = points.shape
-    first = torch.linspace(0, count - 1, min(num_centroids, count)).round().long()
+    num_centroids, device = min(num_centroids, count), points.device
+    first = torch.linspace(0, count - 1, num_centroids, device=device).round().long()
     centroids = points[:, first].clone()
     nearest = nearest_of(points, centroids)
     for _ in range(iterations):
-        sizes = torch.zeros(sets, centroids.shape[1]).scatter_add_(
-            1, nearest, torch.ones(nearest.shape)
+        sizes = torch.zeros(sets, num_centroids, device=device).scatter_add_(
+            1, nearest, torch.ones(nearest.shape, device=device)
         )
         means = means_of(points, nearest, sizes)
         means = normalize(means, dim=-1) if spherical else means
         centroids = torch.where(sizes[..., None] > 0, means, centroids)
         moved = nearest_of(points, centroids)
-        if torch.equal(moved, nearest):
+        if device.type == "cpu" and torch.equal(moved, nearest):
             break
         nearest = moved
     return centroids, nearest
@@ -42,10 +45,19 @@ def kmeans(
 
 def means_of(rows: Tensor, groups: Tensor, sizes: Tensor) -> Tensor:
     """[B, C, D] float32 means of rows [B, N, D] by group [B, N], which have sizes [B, C]."""
-    sums = torch.zeros(*sizes.shape, rows.shape[-1])
-    for into, some, of in zip(sums, rows, groups, strict=True):
-        into.index_add_(0, of, some.float())
+    if rows.device.type == "cpu":
+        sums = torch.zeros(*sizes.shape, rows.shape[-1])
+        for into, some, of in zip(sums, rows, groups, strict=True):
+            into.index_add_(0, of, some.float())
+    else:  # a device adds rows in no fixed order, and products in one
+        sums = members_of(groups, sizes.shape[1]) @ rows.float()
     return sums / sizes.clamp_min(1)[..., None]
+
+
+def members_of(groups: Tensor, count: int) -> Tensor:
+    """[B, count, N] float32: 1 where a point is of a group, of groups [B, N]; else 0."""
+    every = torch.arange(count, device=groups.device)[:, None]
+    return (groups[:, None] == every).float()
 
 
 def nearest_of(points: Tensor, centroids: Tensor) -> Tensor:

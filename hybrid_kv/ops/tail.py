@@ -1,32 +1,37 @@
 """Estimate of the attention over unread entries, from their moments alone.
 
-The entries of a KV head are taken as draws of one Gaussian over keys and values. A query q sees
-logits s = scale q . k, which are then normal with a mean m and a variance w = d^2, and values whose
-mean moves along a line with s. A search that ranks has taken the largest: the others lie below the
-lowest logit t that it took. With x standard normal, P its distribution and h(z) its density over
-P(z), c = (t - m) / d and z = c - d, the n - k that are unread weigh
+The entries of a KV head are taken as draws of Gaussians over keys and values, one for each of C
+clusters of keys, with means of their own and covariances in common. A query q sees logits
+s = scale q . k, which are then normal in cluster c with a mean m_c and a variance w = d^2 that all
+share, and values whose mean moves along a line with s. A search that ranks has taken the largest:
+the others lie below the lowest logit t that it took. With x standard normal, P its distribution,
+h(z) its density over P(z), y_c = (t - m_c) / d, z_c = y_c - d and p_c the share of a cluster in the
+entries, the share p_c P(y_c) of all is expected to be unread, and the n - k that are weigh
 
-    (n - k) E[exp(s) | s < t] = (n - k) exp(m + w / 2) P(z) / P(c)
+    (n - k) (sum of p_c exp(m_c + w / 2) P(z_c)) / (sum of p_c P(y_c))
 
-and their weighted mean value is mean(v) + cov(v, s) (d - h(z)) / d, both of all n entries. What
-is known of the unread alone corrects it: their plain mean value is (n mean(v) - sum of the k) /
-(n - k), where the Gaussian has mean(v) - cov(v, s) h(c) / d, and the difference is added by the
-share exp(-w / 2): wholly where all logits are alike, so that equal keys give what attention gives,
-and little where most of the weight lies close to t, of which a mean over all of the unread tells
-little. The whole costs 2 D^2 products a query, however many entries there are.
+Of a cluster the weighted mean value is mean(v) + cov(v, s) (d - h(z_c)) / d. What is known of the
+unread alone corrects the whole: their plain mean value is (n mean(v) - sum of the k) / (n - k),
+where the clusters have mean(v) - cov(v, s) h(y_c) / d each, and the difference is added by the
+share exp(-W / 2), with W the variance of all logits: wholly where all are alike, so that equal keys
+give what attention gives, and little where most of the weight lies close to t, of which a mean over
+all of the unread tells little. The whole costs 2 D (D + C) products a query, however many entries
+there are.
 
-"first_order" goes without variance and cut: the unread weigh exp of their mean logit each, and
-their value moves by cov(v, s). That is never more than they weigh, and needs no search that ranks.
+"first_order" goes without clusters, variance and cut: the unread weigh exp of their mean logit
+each, and their value moves by cov(v, s) of all. That is never more than they weigh, and needs no
+search that ranks.
 
-Nearest work: MomentKV (arXiv:2606.01563) keeps these moments of evicted tokens, to first order;
-arXiv:2512.07647 has the cut Gaussian mass, without values. docs/decisions.md has the difference.
+Nearest work: MomentKV (arXiv:2606.01563) keeps the moments of all evicted tokens, to first order;
+arXiv:2512.07647 has the cut Gaussian mass, without values; Multipole attention (arXiv:2506.13059)
+has means by cluster, without variance and cut. docs/decisions.md has the difference.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -38,9 +43,15 @@ Form: TypeAlias = Literal["gaussian", "first_order"]
 SAMPLES = 8192
 """Entries that the moments of a block are taken from, evenly: the variance of a logit is then known
 to 1.6%, far better than logits are normal."""
-MOMENTS = ("keys", "values", "key_key", "key_value")
+MOMENTS = ("shares", "keys", "values", "key_key", "key_value")
+MOST_CLUSTERS = 64
+"""By as many clusters of keys the KL from full attention halves at 1 and 2% of texts; 128 take off
+another eighth, and cost as much again as the covariances."""
+_CLUSTER_ENTRIES = 16
+"""Entries that a cluster has on average, at least: its mean takes as much memory as one of them."""
+_LEARNED, _ROUNDS = 2048, 5  # entries that centroids are learned from, and rounds of k-means
 _LEAST_GROWTH = 256
-_LEAST_VARIANCE, _LEAST_SLOPE = 1e-12, 1e-6
+_LEAST_VARIANCE, _LEAST_SLOPE, _LEAST_SHARE = 1e-12, 1e-6, 1e-30
 _MOST_DEVIATIONS = 3.0
 """Of the mean logit of the unread from that of all, at most: moments from samples err, and more so
 for few that are left of many."""
@@ -83,13 +94,15 @@ def _evenly(count: int, most: int, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tail:
-    """The first `count` entries of a row and layer as one Gaussian per KV head, all float32.
+    """The first `count` entries of a row and layer by KV head: C clusters of keys, all float32.
 
-    keys, values: [Hkv, D], their means. key_key: [Hkv, D, D] covariance of the keys. key_value:
-    [Hkv, D, D], of keys (rows) with values (columns).
+    shares: [Hkv, C], of a cluster in the entries. keys, values: [Hkv, C, D], their means by
+    cluster. key_key: [Hkv, D, D], covariance of the keys about these. key_value: [Hkv, D, D], of
+    keys (rows) with values (columns).
     """
 
     count: int
+    shares: Tensor
     keys: Tensor
     values: Tensor
     key_key: Tensor
@@ -116,17 +129,37 @@ class Tail:
             without = None if without is None else without[:, some]
         if device is not None:
             k, v = staged(k, device), staged(v, device)
+        centroids = _centroids(k, clusters_of(count))
+        return cls._around(centroids, count, k, v, without)
+
+    @classmethod
+    def _around(
+        cls, centroids: Tensor, count: int, k: Tensor, v: Tensor, without: Tensor | None = None
+    ) -> Tail:
+        """Of k, v [Hkv, n, D], each in the cluster of the nearest of centroids [Hkv, C, D]."""
         k, v = k.float(), v.float()
-        if without is None:
-            keys, values = k.mean(1), v.mean(1)
-            k, v = k - keys[:, None], v - values[:, None]
-            share = 1 / k.shape[1]
-            return cls(count, keys, values, k.mT @ k * share, k.mT @ v * share)
-        kept = (~without).float()[..., None]
-        shares = 1 / kept.sum(1).clamp_min(1)
-        keys, values = (kept * k).sum(1) * shares, (kept * v).sum(1) * shares
-        k, v = kept * (k - keys[:, None]), kept * (v - values[:, None])
-        return cls(count, keys, values, k.mT @ k * shares[..., None], k.mT @ v * shares[..., None])
+        by = _clustering()
+        members = by.members_of(by.nearest_of(k, centroids), centroids.shape[1])  # [Hkv, C, n]
+        if without is not None:
+            members *= (~without).float()[:, None]
+        sizes, kept = members.sum(-1), members.sum(1)[..., None]
+        total = sizes.sum(-1, keepdim=True)
+        shares = torch.where(total > 0, sizes / total.clamp_min(1), 1 / centroids.shape[1])
+        means = members / sizes.clamp_min(1)[..., None]
+        keys = torch.where(sizes[..., None] > 0, means @ k, centroids)
+        values = means @ v
+        k, v = kept * k - members.mT @ keys, kept * v - members.mT @ values
+        share = 1 / total.clamp_min(1)[..., None]
+        return cls(
+            *(count, shares, keys, values),
+            key_key=k.mT @ k * share,
+            key_value=k.mT @ v * share,
+        )
+
+    @property
+    def clusters(self) -> int:
+        """C."""
+        return self.keys.shape[1]
 
     def tensors(self) -> dict[str, Tensor]:
         """Its moments by name."""
@@ -149,45 +182,50 @@ class Tail:
         return count - self.count >= max(_LEAST_GROWTH, self.count // 16)
 
     def grown(self, k: Tensor, v: Tensor) -> Tail:
-        """Of k, v [Hkv, n, D] on any device, whose first `count` entries are known."""
+        """Of k, v [Hkv, n, D] on any device, whose first `count` entries are known.
+
+        Others join the nearest cluster; as many clusters as more entries may have are learned from
+        them.
+        """
         total, more = k.shape[1], k.shape[1] - self.count
         # A step waits for this: of the new ones as many as there are of the old, and no more.
         samples = max(_LEAST_GROWTH, SAMPLES * more // total)
         some = _evenly(more, samples, k.device) + self.count
-        new = Tail.of(k[:, some], v[:, some], device=self.keys.device)
-        # Moments of two samples together (Chan, Golub and LeVeque 1983).
-        share = more / k.shape[1]
-        keys, values = new.keys - self.keys, new.values - self.values
-        between = share * (1 - share)
+        k, v = (staged(t[:, some], self.keys.device) for t in (k, v))
+        centroids, added = self.keys, clusters_of(total) - self.clusters
+        if added > 0:
+            centroids = torch.cat([centroids, _centroids(k, added)], 1)
+        new, old = Tail._around(centroids, more, k, v), self._with_empty(centroids)
+        # Moments of two samples together (Chan, Golub and LeVeque 1983), by cluster.
+        share = more / total
+        before, after = (1 - share) * old.shares, share * new.shares
+        shares = before + after
+        part = (after / shares.clamp_min(_LEAST_SHARE))[..., None]
+        keys, values = new.keys - old.keys, new.values - old.values
+        between = before[..., None] * part * keys
         return Tail(
-            k.shape[1],
-            self.keys + share * keys,
-            self.values + share * values,
-            torch.lerp(self.key_key, new.key_key, share)
-            + between * keys[:, :, None] * keys[:, None],
-            torch.lerp(self.key_value, new.key_value, share)
-            + between * keys[:, :, None] * values[:, None],
+            *(total, shares, old.keys + part * keys, old.values + part * values),
+            key_key=torch.lerp(old.key_key, new.key_key, share) + between.mT @ keys,
+            key_value=torch.lerp(old.key_value, new.key_value, share) + between.mT @ values,
         )
 
+    def _with_empty(self, centroids: Tensor) -> Tail:
+        """The same with a cluster for each centroid, the last of which have no entries."""
+        lacking = (0, centroids.shape[1] - self.clusters)
+        values = torch.nn.functional.pad(self.values, (0, 0, *lacking))
+        shares = torch.nn.functional.pad(self.shares, lacking)
+        return replace(self, shares=shares, keys=centroids, values=values)
+
     def filled(self, other: Tail) -> Tail:
-        """The moments of another one in the memory of these, which are lost."""
+        """The moments of another one in the memory of these, which are lost; that one itself where
+        it has more clusters.
+        """
+        if other.clusters != self.clusters:
+            return other
         with torch.inference_mode():  # these may have been made so, and the caller not be in it
             for mine, its in zip(self.tensors().values(), other.tensors().values(), strict=True):
                 mine.copy_(its)
         return replace(self, count=other.count)
-
-    def less(self, total: Tensor, count: Tensor, keys: Tensor, values: Tensor) -> Tail:
-        """These entries, `total` [Hkv] in number, without some: covariances stay as they were.
-
-        Args:
-            count: [Hkv], how many are taken out. keys, values: [Hkv, D] float32, their sums.
-        """
-        left, total = (total - count).clamp_min(1)[:, None], total[:, None]
-        return replace(
-            self,
-            keys=(total * self.keys - keys) / left,
-            values=(total * self.values - values) / left,
-        )
 
     def attend(
         self,
@@ -211,37 +249,85 @@ class Tail:
             scale, softcap: what turns a dot product into a logit.
         """
         q = queries.float() * scale
-        mean = torch.einsum("hmd,hd->hm", q, self.keys).double()
-        variance = (q @ self.key_key * q).sum(-1).double().clamp_min(_LEAST_VARIANCE)
-        lean = q @ self.key_value  # [Hkv, M, D], covariance of the values with the logit
-        deviation = variance.sqrt()
-        left = (count - attended.num).clamp_min(0)
-        ratio = attended.num / left.clamp_min(1).double()
-        dot, slope = mean, torch.ones_like(mean)
-        if softcap is not None:  # capped logits as normal too: their width by the slope at the mean
-            bent = torch.tanh(mean / softcap)
-            mean, slope = softcap * bent, (1 - bent * bent).clamp_min(_LEAST_SLOPE)
+        mean = (q @ self.keys.mT).double()  # [Hkv, M, C]
+        within = (q @ self.key_key * q).sum(-1, keepdim=True).double().clamp_min(_LEAST_VARIANCE)
+        shares = self.shares[:, None].double()
+        centre = (shares * mean).sum(-1, keepdim=True)
+        variance = within + (shares * (mean - centre).square()).sum(-1, keepdim=True)
+        left = (count - attended.num).clamp_min(0).double()[..., None]
+        ratio = attended.num[..., None] / left.clamp_min(1)
         if form == "first_order":
-            lower = ratio * dot - scale * attended.scores.double() / left.clamp_min(1)
-            most = _MOST_DEVIATIONS * deviation
-            weight = mean + slope * lower.clamp(-most, most)
-            shift, cut_shift, fade = slope, torch.zeros_like(mean), torch.zeros_like(mean)
+            lower = ratio * centre - scale * attended.scores.double()[..., None] / left.clamp_min(1)
+            most = _MOST_DEVIATIONS * variance.sqrt()
+            dot, (centre, slope) = centre, _capped_normal(centre, softcap)
+            weight = centre + slope * lower.clamp(-most, most)
+            fade = torch.zeros_like(weight)
+            of_means, of_slopes = shares * (1 + ratio + slope * (mean - dot)), slope
         else:
+            limits, deviation = limit.double()[..., None], within.sqrt()
+            mean, slope = _capped_normal(mean, softcap)
             width = slope * deviation
-            cut = (limit.double() - mean) / width
+            cut = (limits - mean) / width
             z = cut - width
             below, cut_below = torch.special.log_ndtr(z), torch.special.log_ndtr(cut)
-            hazard, cut_hazard = _hazard(z, below), _hazard(cut, cut_below)
-            weight = mean + width * width / 2 + below - cut_below
-            weight = torch.minimum(weight, limit.double())
-            shift = (width - hazard) / deviation  # (E[s] - m) / w, along which the values move
-            cut_shift, fade = cut_hazard / deviation, variance / 2
-        share = (-fade).exp()
-        along = (shift + share * cut_shift).float()[..., None]
-        out = (1 + share * ratio).float()[..., None] * self.values[:, None] + lean * along
+            mass = shares.log() + mean + width * width / 2 + below
+            number = shares.log() + cut_below
+            weight = mass.logsumexp(-1, keepdim=True) - number.logsumexp(-1, keepdim=True)
+            weight = torch.minimum(weight, limits)
+            mass, number = mass.softmax(-1), number.softmax(-1)
+            fade = variance / 2
+            share = (-fade).exp()
+            # (E[s] - m) / w, along which the values move, of the weighed and of the plain mean
+            shifts = mass * (width - _hazard(z, below)) + share * number * _hazard(cut, cut_below)
+            of_slopes = shifts.sum(-1, keepdim=True) / deviation
+            of_means = mass + share * (shares * (1 + ratio) - number)
+        lean = q @ self.key_value  # covariance of the values with the logit, of a cluster
+        out = of_means.float() @ self.values + lean * of_slopes.float()
         lse = left.log() + weight
         discount = (weight - fade).where(left > 0, -torch.inf)
-        return UnreadPart(out, lse.float(), discount.float())
+        return UnreadPart(out, lse[..., 0].float(), discount[..., 0].float())
+
+
+def clusters_of(count: int) -> int:
+    """Clusters that so many entries are divided into."""
+    return max(1, min(MOST_CLUSTERS, count // _CLUSTER_ENTRIES))
+
+
+def sizes_of_moments(heads: int, clusters: int, dim: int) -> dict[str, tuple[int, ...]]:
+    """Sizes of the moments by name."""
+    means, covariance = (heads, clusters, dim), (heads, dim, dim)
+    return dict(
+        zip(MOMENTS, [(heads, clusters), means, means, covariance, covariance], strict=True)
+    )
+
+
+def moments_bytes(heads: int, dim: int, count: int) -> int:
+    """Bytes of the moments of `count` entries."""
+    return 4 * sum(map(math.prod, sizes_of_moments(heads, clusters_of(count), dim).values()))
+
+
+def _centroids(k: Tensor, count: int) -> Tensor:
+    """[Hkv, count, D] float32 of keys [Hkv, n, D], n >= count."""
+    if count == 1:
+        return k.float().mean(1, keepdim=True)
+    if k.shape[1] > _LEARNED:
+        k = k[:, _evenly(k.shape[1], _LEARNED, k.device)]
+    centroids: Tensor = _clustering().kmeans(k.float(), count, _ROUNDS)[0]
+    return centroids
+
+
+def _clustering() -> Any:
+    from hybrid_kv.ops import kmeans  # a configuration alone takes none
+
+    return kmeans
+
+
+def _capped_normal(mean: Tensor, softcap: float | None) -> tuple[Tensor, Tensor]:
+    """Mean and slope of capped logits, as normal too: their width by the slope at the mean."""
+    if softcap is None:
+        return mean, torch.ones_like(mean)
+    bent = torch.tanh(mean / softcap)
+    return softcap * bent, (1 - bent * bent).clamp_min(_LEAST_SLOPE)
 
 
 def _hazard(z: Tensor, below: Tensor) -> Tensor:

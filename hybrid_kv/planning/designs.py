@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from hybrid_kv.config import HybridConfig
+from hybrid_kv.ops.tail import moments_bytes
 from hybrid_kv.planning.device_select import codes_bytes, select_bytes
 from hybrid_kv.planning.plan import ModelFacts
 from hybrid_kv.planning.planner import AIR_BYTES
@@ -328,8 +329,7 @@ class Designs:
         facts, cold, rates = self._facts, self._cold, self._rates
         size, why = self._code_bytes()
         read = select_bytes(facts.layers, size, cold, _TOP_K, facts.dtype_bytes)
-        # In float32: two covariances of a head, and its means.
-        moments = sum(s.num_kv_heads * 8 * s.head_dim * (s.head_dim + 1) for s in facts.layers)
+        moments = sum(moments_bytes(s.num_kv_heads, s.head_dim, cold) for s in facts.layers)
         bus = rates.h2d or rates.dram
         rows = read.ranked + read.attended
         device = (

@@ -18,8 +18,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from hybrid_kv.errors import FileFormatError, ReadError
 
 FORMAT = "hybrid_kv context"
-VERSION = 4
-_READ = (1, 2, 3, VERSION)
+VERSION = 5
+_READ = (1, 2, 3, 4, VERSION)
 MANIFEST = "manifest.json"
 _MAX_BYTES = 64 * 2**20
 _BLOCK = r"^[a-z0-9]+(-[a-z0-9]+)*\.(safetensors|index|json)$"
@@ -51,7 +51,7 @@ class SavedSamples(SavedPart):
 
 
 class SavedMoments(SavedPart):
-    """Moments of the first `num_entries` of an extent; see `Tail`."""
+    """Moments of the first `num_entries` of an extent, of one cluster before version 5; `Tail`."""
 
     block: str = Field(pattern=_BLOCK)
     num_entries: int = Field(ge=1)

@@ -19,7 +19,7 @@ from hybrid_kv.index._base import SavedIndex
 from hybrid_kv.models.cache_layers import HybridLayer, SlidingLayer
 from hybrid_kv.models.cache_state import check_states, is_fixed, take_states
 from hybrid_kv.models.hf_cache import TieredCache
-from hybrid_kv.ops.tail import MOMENTS, Tail
+from hybrid_kv.ops.tail import Tail, sizes_of_moments
 from hybrid_kv.plugins import Placement
 from hybrid_kv.rotary import Samples
 from hybrid_kv.runtime import KVCache
@@ -290,13 +290,18 @@ class _Reader:
             return None
         tensors, _ = mapped(_check(self._root, self._manifest, saved.block))
         heads, _, dim = keys.shape
-        found = {name: tensors[name].clone() for name in MOMENTS}
-        for name, tensor in found.items():
-            if tensor.shape != (heads, dim, dim)[: tensor.ndim] or tensor.dtype != torch.float32:
+        found = {name: tensor.clone() for name, tensor in tensors.items()}
+        if "shares" not in found:  # before version 5 all entries were one cluster
+            found |= {name: found[name][:, None] for name in ("keys", "values")}
+            found["shares"] = torch.ones(heads, 1)
+        sizes = sizes_of_moments(heads, found["shares"].shape[-1], dim)
+        for name, size in sizes.items():
+            tensor = found[name]
+            if tensor.shape != size or tensor.dtype != torch.float32:
                 raise ValueError(f"moments '{name}' in block '{saved.block}' have another size")
         if saved.num_entries > extent.length:
             raise ValueError(f"block '{saved.block}' is of more entries than there are")
-        return Tail(saved.num_entries, **found)
+        return Tail(saved.num_entries, **{name: found[name] for name in sizes})
 
     def _aging(self, saved: SavedSamples, layer_idx: int) -> IndexRefresh:
         tensors, _ = mapped(self._manifest.path_of(self._root, saved.block))

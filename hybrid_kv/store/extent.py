@@ -144,7 +144,7 @@ class ExtentView:
         self.extent.readers.add(self)
 
     def tail(self, device: torch.device) -> Tail:
-        """These entries as one Gaussian of each KV head; those of late may not be in it yet.
+        """Moments of these entries by KV head; those of late may not be in them yet.
 
         On a device they stay where they lie, so that a captured step goes on reading them.
         """
@@ -152,8 +152,9 @@ class ExtentView:
         if known is None or known.is_outgrown(self.length):
             k, v = self.extent.first(self.length)
             new = Tail.of(k, v, device=device) if known is None else known.grown(k, v)
-            stays = known is not None and self.known_is_own and known.keys.is_cuda
-            known, self.known_is_own = known.filled(new) if known and stays else new, True
+            if known is not None and self.known_is_own and known.keys.is_cuda:
+                new = known.filled(new)
+            known, self.known_is_own = new, True
         if known.keys.device != device:
             known, self.known_is_own = known.to(device), True
         self.known = known

@@ -34,13 +34,15 @@ typedef struct hkv_search {
   int32_t num_expanded;   /* graph: `width` */
 } hkv_search;
 
-/* The entries of every KV head of an extent as one Gaussian over keys and values, all float32: what a query
- * does not find is attended as the part of it below the lowest logit that it found, with the mean logit
- * and the mean value of what it did not find.
+/* The entries of every KV head of an extent as Gaussians over keys and values, one for each cluster of keys
+ * with covariances in common, all float32: what a query does not find is attended as the part of them below
+ * the lowest logit that it found, with the mean logit and the mean value of what it did not find.
  */
 typedef struct hkv_tail {
-  const float *keys, *values;       /* [heads, dim] means; NULL: what is not found is left out */
-  const float *key_key, *key_value; /* [heads, dim of keys, dim] covariances */
+  const float *shares;              /* [heads, clusters] of the entries */
+  const float *keys, *values;       /* [heads, clusters, dim] means; NULL: what is not found is left out */
+  const float *key_key, *key_value; /* [heads, dim of keys, dim] covariances about these */
+  int64_t clusters;                 /* at least 1 */
   int32_t first_order;              /* not 0: by the mean logit alone, and without a limit */
 } hkv_tail;
 

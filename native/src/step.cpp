@@ -209,8 +209,10 @@ void Step::check_extent(const hkv_extent &extent) const {
   require(extent.kv.values.dtype == cold().extents[0].kv.values.dtype,
           "extents must agree in dtype");
   const hkv_tail &tail = extent.tail;
-  require(tail.keys == nullptr || (tail.values && tail.key_key && tail.key_value),
+  if (tail.keys == nullptr) return;
+  require(tail.shares && tail.values && tail.key_key && tail.key_value,
           "a tail must have all of its moments");
+  require(tail.clusters >= 1, "a tail must have clusters");
 }
 
 /// The new token takes the last filled place of the newest page.

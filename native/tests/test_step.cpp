@@ -782,7 +782,8 @@ CLAIM(a_step_attends_what_it_does_not_find_by_its_moments) {
     LayerCase of(sizes);
     const auto heads = static_cast<size_t>(sizes.heads), dim = static_cast<size_t>(sizes.dim);
     const auto row = static_cast<size_t>(sizes.value_dim);
-    std::vector<float> keys(heads * dim, 0.0f), values(random_floats(heads * row, 21));
+    const std::vector<float> shares(heads, 1.0f), keys(heads * dim, 0.0f);
+    const std::vector<float> values(random_floats(heads * row, 21));
     std::vector<float> key_key(heads * dim * dim, 0.0f), key_value(heads * dim * row, 0.0f);
     for (size_t at = 0; at < heads; ++at)  // a logit is normal around 0, and values hang on it
       for (size_t d = 0; d < dim; ++d) {
@@ -791,7 +792,8 @@ CLAIM(a_step_attends_what_it_does_not_find_by_its_moments) {
       }
     Given plain(sizes), got(sizes);
     CHECK_OK(plain.run(nullptr, of));
-    of.extent.tail = {keys.data(), values.data(), key_key.data(), key_value.data()};
+    of.extent.tail = {shares.data(),  keys.data(),      values.data(),
+                      key_key.data(), key_value.data(), 1};
     CHECK_OK(got.run(nullptr, of));
     CHECK(got.ids == plain.ids);
     const double left = static_cast<double>(sizes.num_cold - width);
@@ -854,12 +856,16 @@ CLAIM(a_step_tells_how_far_half_of_what_it_found_moves_it) {
         LayerCase of(sizes);
         const auto heads = static_cast<size_t>(sizes.heads), dim = static_cast<size_t>(sizes.dim);
         const auto row = static_cast<size_t>(sizes.value_dim);
-        const std::vector<float> keys(heads * dim, 0.1f), values(random_floats(heads * row, 21));
+        const size_t clusters = 19;  // not a whole number of vectors
+        const std::vector<float> shares(heads * clusters, 1.0f / 19);
+        const std::vector<float> keys(random_floats(heads * clusters * dim, 23));
+        const std::vector<float> values(random_floats(heads * clusters * row, 21));
         std::vector<float> key_key(heads * dim * dim, 0.0f);
         const std::vector<float> key_value(random_floats(heads * dim * row, 22));
         for (size_t at = 0; at < heads * dim; ++at) key_key[at * dim + at % dim] = 0.3f;
         if (estimates && width > 0)
-          of.extent.tail = {keys.data(), values.data(), key_key.data(), key_value.data(), 0};
+          of.extent.tail = {shares.data(),    keys.data(), values.data(), key_key.data(),
+                            key_value.data(), clusters,    0};
         Given plain(sizes), got(sizes);
         CHECK_OK(plain.run(nullptr, of, softcap));
         std::vector<float> half(plain.lse.size(), 7.0f);
@@ -972,6 +978,8 @@ CLAIM(a_step_refuses_what_does_not_fit) {
   const float moment = 0.0f;
   of.extent.tail.keys = &moment;
   refused("all of its moments");
+  of.extent.tail = {&moment, &moment, &moment, &moment, &moment, 0, 0};
+  refused("must have clusters");
   const int32_t heads[] = {0, 2};
   of.searches[0].heads = heads;
   refused("a head that the layer has not");

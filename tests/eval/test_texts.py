@@ -87,10 +87,10 @@ def test_the_estimate_counts_as_the_entries_that_its_bytes_are_worth() -> None:
     from hybrid_kv.planning.model_facts import model_facts
 
     facts = model_facts("random:llama-3-8b", dtype="float32", layers=1)  # head_dim 128
-    assert run.estimate_entries(facts, HybridConfig(method="hybrid")) == 129
-    assert run.estimate_entries(facts, HybridConfig(method="flat")) == 0
+    assert run.estimate_entries(facts, HybridConfig(method="hybrid"), 4096) == 192
+    assert run.estimate_entries(facts, HybridConfig(method="flat"), 4096) == 0
     none = HybridConfig(method="hybrid", cold={"estimate": "none"})
-    assert run.estimate_entries(facts, none) == 0
+    assert run.estimate_entries(facts, none, 4096) == 0
 
 
 def test_intervals_are_over_texts() -> None:

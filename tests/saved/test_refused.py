@@ -240,8 +240,8 @@ def test_a_block_that_is_cut_off_or_gone_is_refused(llm: hkv.LLM, saved: Path, n
 
 def test_a_newer_version_is_refused(llm: hkv.LLM, saved: Path) -> None:
     path = saved / "manifest.json"
-    path.write_text(path.read_text().replace('"version": 4', '"version": 5', 1))
-    with pytest.raises(FileFormatError, match="format version 5, this package reads 1 to 4"):
+    path.write_text(path.read_text().replace('"version": 5', '"version": 6', 1))
+    with pytest.raises(FileFormatError, match="format version 6, this package reads 1 to 5"):
         llm.open(saved)
 
 
@@ -258,7 +258,7 @@ def test_a_context_of_an_earlier_version_is_opened(
 ) -> None:
     rewrite(saved, lambda content: [content.pop(name) for name in later])
     path = saved / "manifest.json"
-    path.write_text(path.read_text().replace('"version": 4', f'"version": {version}', 1))
+    path.write_text(path.read_text().replace('"version": 5', f'"version": {version}', 1))
     llm.open(saved).close()
 
 
@@ -305,7 +305,7 @@ def test_a_file_of_another_program_is_refused(
     file.write_text("{}")
     folder.mkdir()
     foreign.mkdir()
-    (foreign / "manifest.json").write_text('{"version": 4}')
+    (foreign / "manifest.json").write_text('{"version": 5}')
     for path in (file, folder, foreign):
         with pytest.raises(FileFormatError, match="is no saved context of hybrid_kv"):
             llm.open(path)

@@ -5,12 +5,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import LinearAttentionAndFullAttentionLayer
 
 import hybrid_kv as hkv
 from hybrid_kv.errors import ConfigError, FileFormatError
+from hybrid_kv.ops import tail
 from hybrid_kv.ops.tail import Tail
+from hybrid_kv.saved import manifest as manifest_of
 from hybrid_kv.saved import verify_context
 from hybrid_kv.saved.manifest import read_manifest
 from tests.contracts.architectures import build
@@ -84,6 +87,26 @@ def test_moments_are_saved_and_not_taken_again(
             opened = llm.open(tmp_path / "a.hkv")
             assert answers(opened) == expected
         assert {extent.moments.count for extent in extents(opened)} == {extents(opened)[0].length}
+
+
+def test_moments_of_before_clusters_are_read_as_those_of_one(
+    plain: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def before(known: Tail) -> dict[str, Tensor]:
+        means = {"keys": known.keys[:, 0], "values": known.values[:, 0]}
+        return means | {"key_key": known.key_key, "key_value": known.key_value}
+
+    monkeypatch.setattr(tail, "MOST_CLUSTERS", 1)
+    with loaded(plain, "hybrid", **METHODS["hybrid"]) as llm:
+        context = llm.context(TEXT)
+        expected = answers(context)
+        with monkeypatch.context() as patched:
+            patched.setattr(Tail, "tensors", before)
+            patched.setattr(manifest_of, "VERSION", 4)
+            context.save(tmp_path / "a.hkv")
+        opened = llm.open(tmp_path / "a.hkv")
+        assert {extent.moments.clusters for extent in extents(opened)} == {1}
+        assert answers(opened) == expected
 
 
 def test_damaged_moments_are_refused(plain: PreTrainedModel, tmp_path: Path) -> None:

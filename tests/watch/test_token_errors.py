@@ -120,7 +120,7 @@ class Scene:
                 if estimate == "none":
                     break
                 own = [one for one in read if ends[number] <= one < ends[number + 1]]
-                moments = [getattr(known, n)[kv_head].double() for n in _MOMENTS]
+                moments = [t[kv_head].double() for t in known.tensors().values()]
                 weight, value = unread(
                     self.q[head], moments, length, k[own], v[own], limit, estimate
                 )
@@ -131,42 +131,45 @@ class Scene:
         return float((outs[0] - outs[1]).norm() / outs[0].norm())
 
 
-_MOMENTS = ("keys", "values", "key_key", "key_value")
-
-
 def unread(
     q: Tensor, known: list[Tensor], n: int, k: Tensor, v: Tensor, limit: float, form: str
 ) -> tuple[float, Tensor]:
     """Weight and mean value of what a query [D] does not read of n entries, as ops/tail.py says.
 
     Args:
-        known: means of keys and values, covariances of keys, and of keys with values.
+        known: by cluster shares and means of keys and values; covariances of keys, and of keys with
+            values.
         k, v: [K, D] that it reads. limit: the lowest logit of all that it reads.
     """
-    keys, values, key_key, key_value = known
+    shares, keys, values, key_key, key_value = known
     left, q = n - len(k), SCALE * q
-    m, w = float(q @ keys), float(q @ key_key @ q)
-    d, along = math.sqrt(w), q @ key_value
-    rest = (n * values - v.sum(0)) / left
+    logits, w, along = keys @ q, float(q @ key_key @ q), q @ key_value
+    m = float(shares @ logits)
+    d, wide = math.sqrt(w), w + float(shares @ (logits - m) ** 2)
+    rest = (n * (shares @ values) - v.sum(0)) / left
     if form == "first_order":
-        lower = float(q @ (n * keys - k.sum(0))) / left - m
-        lower = min(max(lower, -3 * d), 3 * d)
-        return left * math.exp(m + lower), rest + along
+        lower = float(q @ (n * (shares @ keys) - k.sum(0))) / left - m
+        lower = min(max(lower, -3 * math.sqrt(wide)), 3 * math.sqrt(wide))
+        return left * math.exp(m + lower), rest + along + (shares * (logits - m)) @ values
 
     def below(z: float) -> float:
         return 0.5 * math.erfc(-z / math.sqrt(2))
 
     def hazard(z: float) -> float:
-        return math.exp(-z * z / 2) / math.sqrt(2 * math.pi) / below(z)
+        return math.exp(-z * z / 2) / math.sqrt(2 * math.pi) / below(z) if z < math.inf else 0.0
 
-    c = (limit - m) / d
-    z = c - d
-    mean = math.exp(m + w / 2) * below(z) / below(c) if limit < math.inf else math.exp(m + w / 2)
-    share = math.exp(-w / 2)
-    cut = hazard(c) if limit < math.inf else 0.0
-    shift = (d - (hazard(z) if limit < math.inf else 0.0)) / d
-    anchored = share * (rest - (values - along * cut / d))
-    return left * min(mean, math.exp(limit)), values + along * shift + anchored
+    weight = number = 0.0
+    weighed, plain = torch.zeros_like(rest), torch.zeros_like(rest)
+    for share, s, value in zip(shares.tolist(), logits.tolist(), values, strict=True):
+        c = (limit - s) / d
+        own, unread_of = share * math.exp(s + w / 2) * below(c - d), share * below(c)
+        if unread_of == 0:
+            continue
+        weight, number = weight + own, number + unread_of
+        weighed += own * (value + along * (d - hazard(c - d)) / d)
+        plain += unread_of * (value - along * hazard(c) / d)
+    anchored = math.exp(-wide / 2) * (rest - plain / number)
+    return left * min(weight / number, math.exp(limit)), weighed / weight + anchored
 
 
 def close(got: Tensor, expected: Tensor, at_most: float = 1e-5) -> None:

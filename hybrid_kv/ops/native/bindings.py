@@ -18,7 +18,7 @@ from ctypes import (
     c_void_p,
 )
 
-ABI_VERSION = 20
+ABI_VERSION = 21
 OK = 0
 INVALID = 1
 NO_MEMORY = 2
@@ -303,10 +303,12 @@ class TailStruct(Structure):
     """`hkv_tail`."""
 
     _fields_ = (
+        ("shares", c_void_p),
         ("keys", c_void_p),
         ("values", c_void_p),
         ("key_key", c_void_p),
         ("key_value", c_void_p),
+        ("clusters", c_int64),
         ("first_order", c_int32),
     )
 

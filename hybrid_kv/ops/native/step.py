@@ -32,7 +32,7 @@ from hybrid_kv.ops.native.library import fields_of, find_engine
 from hybrid_kv.ops.native.pages import PageWriter
 from hybrid_kv.ops.native.rows import DTYPES
 from hybrid_kv.ops.native.workers import Pool
-from hybrid_kv.ops.tail import MOMENTS, Form, Tail
+from hybrid_kv.ops.tail import Form, Tail, sizes_of_moments
 from hybrid_kv.types import PartialAttention, SearchReads
 
 _STEPS_AT_ONCE = 16
@@ -264,14 +264,13 @@ class LayerPlan:
             struct.tail.first_order = extent.form == "first_order"
 
     def _tell_tail(self, struct: TailStruct, tail: Tail) -> None:
-        heads, dim = self._size[0], self._dim
-        for name in MOMENTS:
+        struct.clusters = tail.clusters
+        for name, size in sizes_of_moments(self._size[0], tail.clusters, self._dim).items():
             tensor: Tensor = getattr(tail, name)
-            size = (heads, dim, dim)[: tensor.ndim]
             if tensor.shape != size or tensor.dtype != torch.float32 or not tensor.is_contiguous():
                 raise ShapeError(
-                    f"moments must be {list(size)} float32, contiguous, got {list(tensor.shape)} "
-                    f"{tensor.dtype}"
+                    f"moments '{name}' must be {list(size)} float32, contiguous, got "
+                    f"{list(tensor.shape)} {tensor.dtype}"
                 )
             setattr(struct, name, tensor.data_ptr())
             self.estimate_bytes += tensor.nbytes

@@ -77,7 +77,7 @@ class CallForm:
         """Rules of a call behind its beginning."""
         lines = [f"call: {' | '.join(f'call_{number}' for number in range(len(functions)))}"]
         for number, function in enumerate(functions):
-            call = json.dumps({"x-guidance": SPACING, **self._schema(function)})
+            call = json.dumps({"x-guidance": SPACING, **self._schema_of(function)})
             lines.append(f"call_{number}: %json {call} {self._said(self.end)}")
         return lines
 
@@ -86,7 +86,7 @@ class CallForm:
         parts = re.split(f"({_BEGIN}|{_END})", text)
         return " ".join(part if part in self.added else json.dumps(part) for part in parts if part)
 
-    def _schema(self, function: dict[str, Any]) -> dict[str, Any]:
+    def _schema_of(self, function: dict[str, Any]) -> dict[str, Any]:
         parameters = dict(function["parameters"])
         # What refers to definitions does so from the root.
         roots = {name: parameters.pop(name) for name in _DEFINITIONS if name in parameters}

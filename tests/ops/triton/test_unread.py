@@ -42,17 +42,18 @@ class Scene:
         scale: float,
         softcap: float | None = None,
         form: Form = "gaussian",
+        off: float = 2e-5,
     ) -> UnreadPart:
-        """What both say, held together."""
+        """What both say, held together, but for `off`."""
         there = [t.to(self.device) for t in (self.q, self.scores, self.limit)]
         asked = self.known, *there, own, self.seen.to(self.device)
         got = ops.attend_unread(*asked, scale=scale, softcap=softcap, form=form)
         assert ops.served["attend_unread"] == "triton"
         exact = attend_unread(*asked, scale=scale, softcap=softcap, form=form)
         assert {t.dtype for t in got} == {torch.float32}
-        torch.testing.assert_close(got.lse, exact.lse, **NEAR)
-        torch.testing.assert_close(got.discount, exact.discount, **NEAR)
-        torch.testing.assert_close(got.out, exact.out, rtol=2e-4, atol=2e-4)
+        torch.testing.assert_close(got.lse, exact.lse, rtol=off, atol=off)
+        torch.testing.assert_close(got.discount, exact.discount, rtol=off, atol=off)
+        torch.testing.assert_close(got.out, exact.out, rtol=10 * off, atol=10 * off)
         return got
 
 
@@ -95,12 +96,13 @@ def test_wherever_the_limit_lies(
 ) -> None:
     scene = Scene(device, 24)
     q = scene.q
-    mean = torch.einsum("hmd,hd->hm", q, scene.known.keys.cpu())
-    spread = torch.einsum("hmd,hde,hme->hm", q, scene.known.key_key.cpu(), q).sqrt()
+    dots = q @ scene.k.mT
+    mean, spread = dots.mean(-1), dots.std(-1)
     scene.scores[..., 0] = scene.limit = mean + deviations * spread
     scene.scores[..., 1:] = -math.inf
+    off = 2e-3 if deviations < -100 else 2e-5  # squares of the clusters' distances differ there
     for scale in (0.05, 0.5, 3.0):
-        scene.expect(ops, slice(0, FOUND), scale=scale, softcap=softcap)
+        scene.expect(ops, slice(0, FOUND), scale=scale, softcap=softcap, off=off)
 
 
 def test_of_nothing_found_all_is_left_and_of_nothing_left_nothing(ops: Ops, device: str) -> None:
