@@ -192,10 +192,10 @@ class Tail:
         samples = max(_LEAST_GROWTH, SAMPLES * more // total)
         some = _evenly(more, samples, k.device) + self.count
         k, v = (staged(t[:, some], self.keys.device) for t in (k, v))
-        centroids, added = self.keys, clusters_of(total) - self.clusters
+        old, added = self, clusters_of(total) - self.clusters
         if added > 0:
-            centroids = torch.cat([centroids, _centroids(k, added)], 1)
-        new, old = Tail._around(centroids, more, k, v), self._with_empty(centroids)
+            old = self._with_more(_centroids(k, added))
+        new = Tail._around(old.keys, more, k, v)
         # Moments of two samples together (Chan, Golub and LeVeque 1983), by cluster.
         share = more / total
         before, after = (1 - share) * old.shares, share * new.shares
@@ -209,12 +209,14 @@ class Tail:
             key_value=torch.lerp(old.key_value, new.key_value, share) + between.mT @ values,
         )
 
-    def _with_empty(self, centroids: Tensor) -> Tail:
-        """The same with a cluster for each centroid, the last of which have no entries."""
-        lacking = (0, centroids.shape[1] - self.clusters)
-        values = torch.nn.functional.pad(self.values, (0, 0, *lacking))
-        shares = torch.nn.functional.pad(self.shares, lacking)
-        return replace(self, shares=shares, keys=centroids, values=values)
+    def _with_more(self, centroids: Tensor) -> Tail:
+        """The same with a cluster without entries for each of centroids [Hkv, C', D] more."""
+        more = (0, centroids.shape[1])
+        values = torch.nn.functional.pad(self.values, (0, 0, *more))
+        shares = torch.nn.functional.pad(self.shares, more)
+        return replace(
+            self, shares=shares, keys=torch.cat([self.keys, centroids], 1), values=values
+        )
 
     def filled(self, other: Tail) -> Tail:
         """The moments of another one in the memory of these, which are lost; that one itself where

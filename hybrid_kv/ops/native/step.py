@@ -264,8 +264,8 @@ class LayerPlan:
             struct.tail.first_order = extent.form == "first_order"
 
     def _tell_tail(self, struct: TailStruct, tail: Tail) -> None:
-        struct.clusters = tail.clusters
-        for name, size in sizes_of_moments(self._size[0], tail.clusters, self._dim).items():
+        struct.clusters = clusters = tail.keys.shape[1]
+        for name, size in sizes_of_moments(self._size[0], clusters, self._dim).items():
             tensor: Tensor = getattr(tail, name)
             if tensor.shape != size or tensor.dtype != torch.float32 or not tensor.is_contiguous():
                 raise ShapeError(
