@@ -18,10 +18,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import hybrid_kv as hkv
 from hybrid_kv.config import IndexConfig
+from hybrid_kv.methods.budget import split_budget
 from hybrid_kv.methods.tidal_decode import Choices, ReusingIndex, SelectingIndex
 from hybrid_kv.models.forwards import passing
 from hybrid_kv.models.load import load_model
 from hybrid_kv.ops.native import engine_state
+from hybrid_kv.ops.tail import moments_bytes
 from hybrid_kv.plugins import INDEXES, METHODS, Index
 from hybrid_kv.runtime import KVCache
 from hybrid_kv.types import SearchReads, Work
@@ -342,7 +344,9 @@ def test_what_is_attended_on_the_device_is_read_once_for_a_group() -> None:
 
 def test_the_moments_of_an_estimate_are_read() -> None:
     work, _ = decoded("hybrid")
-    moments = 4 * (2 * HEAD_DIM + 2 * HEAD_DIM**2)
+    kept = split_budget(BUDGET, 4)
+    cold = PROMPT // 4 * 4 - kept.sink_tokens - kept.window_tokens
+    moments = moments_bytes(1, HEAD_DIM, cold)
     assert work.estimate_bytes == STEPS * LAYERS * KV_HEADS * moments
     assert decoded("flat")[0].estimate_bytes == 0
 

@@ -214,7 +214,7 @@ def test_a_turn_for_which_memory_lacks_is_said_again_when_it_is_there() -> None:
 
 
 def test_a_captured_step_goes_on_while_the_cold_tier_grows() -> None:
-    """No address changes, those of moments neither."""
+    """Addresses change once: moments of twice the entries have more clusters."""
     config = CONFIGS["device"]
     count = 300  # more than the 256 entries that are locked ahead
 
@@ -231,8 +231,8 @@ def test_a_captured_step_goes_on_while_the_cold_tier_grows() -> None:
         found = played(config.replace(capture_decode=True), steps)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, atol=ROUNDING, rtol=0)
-    assert graphs[1]["captures"] == 1
-    assert graphs[1]["replays"] >= count - 10
+    assert graphs[1]["captures"] == 2
+    assert graphs[1]["replays"] >= count - 20
 
 
 def test_a_context_saved_behind_later_turns_answers_alike(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from hybrid_kv.api.building import build_context
 from hybrid_kv.errors import ConfigError, ContextWarning, FileFormatError, WriteError
 from hybrid_kv.saved import ContextRegistry, RegistryCounters, verify_context
 from hybrid_kv.saved.folders import ContextFolder, num_bytes
+from hybrid_kv.saved.manifest import VERSION
 from tests.saved.scene import SMALL, blocks_of, flip, long_model, rewrite
 from tests.saved.test_registry import WORDS, cached, generated, text
 
@@ -167,7 +168,7 @@ DAMAGE: dict[str, tuple[Any, str]] = {
     "gone": (lambda p: (blocks_of(p) / "layer-0000.safetensors").unlink(), "is not there|not as"),
     "version": (
         lambda p: (p / "manifest.json").write_text(
-            (p / "manifest.json").read_text().replace('"version": 4', '"version": 9', 1)
+            (p / "manifest.json").read_text().replace(f'"version": {VERSION}', '"version": 9', 1)
         ),
         "has format version 9",
     ),
