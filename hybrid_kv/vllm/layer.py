@@ -54,7 +54,7 @@ class Kernel(NamedTuple):
 
 
 class PagedLayer:
-    """What one layer attends, and the index of its keys.
+    """Attention of one layer over vLLM's blocks, and the index of its keys.
 
     Args:
         num_heads: query heads. scale, softcap: what turns a dot product into a logit.
@@ -138,6 +138,7 @@ class PagedLayer:
         keys = keys.float()
         # Without an index all is attended, as where keys are not finite; a later context may do.
         if plan is None or not bool(torch.isfinite(queries.sum() + keys.sum())):
+            _log.warning("contexts are attended as a whole: no index can be learned from a prompt")
             return
         maps = [
             SketchMaker(keys[:, head], queries[:, head].flatten(0, 1)).map_of(plan)

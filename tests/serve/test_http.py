@@ -319,6 +319,7 @@ def test_models_health_and_metrics(client: httpx.Client) -> None:
             None,
         ),
         (CHAT, chat(messages=[calling("[1]")]), "must be a JSON object in a text, got '[1]'", None),
+        (CHAT, chat(messages=[calling("[" * 99_999)]), "must be a JSON object in a text", None),
         (CHAT, chat(top_logprobs=2), "top_logprobs needs logprobs", "top_logprobs"),
         (CHAT, chat(max_completion_tokens=5), "must agree, got 4 and 5", "max_tokens"),
         ("/tokenize", {}, "one of prompt and messages", "prompt"),

@@ -30,7 +30,7 @@ class CalledFunction(StrictSchema):
     def _arguments_are_an_object(self) -> CalledFunction:
         try:
             parsed = json.loads(self.arguments or "{}")
-        except ValueError:
+        except (ValueError, RecursionError):
             parsed = None
         if not isinstance(parsed, dict):
             raise refusal(

@@ -23,7 +23,7 @@ from hybrid_kv.serve.http.answers import (
     text_of,
     unless_left,
 )
-from hybrid_kv.serve.http.chat import ChatRequest
+from hybrid_kv.serve.http.chat import ChatRequest, Function
 from hybrid_kv.serve.http.errors import ended_early
 from hybrid_kv.serve.http.schemas import ANYTHING, Extensions, StrictSchema, Text
 from hybrid_kv.serve.http.service import ParsedRequest, Service, new_ident
@@ -75,14 +75,10 @@ class ResponseCallOutput(StrictSchema):
     output: Text
 
 
-class ResponseTool(StrictSchema):
+class ResponseTool(Function):
     """A function that the model may call."""
 
     type: Literal["function"]
-    name: Text
-    description: Text | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
 
 
 class ResponseToolChoice(StrictSchema):

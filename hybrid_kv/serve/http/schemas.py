@@ -228,13 +228,13 @@ class ResponseFormat(StrictSchema):
 
     @property
     def schema_asked(self) -> dict[str, Any] | None:
-        """None for text."""
+        """JSON schema of the answer; None for text."""
         named = self.json_schema
         return named.schema_ if named else ANY_OBJECT if self.type == "json_object" else None
 
 
 class Structure(StrictSchema):
-    """What an answer keeps to, in vLLM's words: one of them."""
+    """Grammar of an answer in vLLM's words, of which one is given."""
 
     json_: Annotated[dict[str, Any] | Text | None, Field(alias="json")] = None
     json_object: bool | None = None

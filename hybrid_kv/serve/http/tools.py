@@ -230,7 +230,7 @@ class CallReader:
         if isinstance(arguments, str):  # JSON in a text
             try:
                 arguments = json.loads(arguments or "{}", parse_constant=_no_constant)
-            except ValueError:
+            except (ValueError, RecursionError):
                 return None
         return _call(parsed["name"], arguments) if isinstance(arguments, dict) else None
 
