@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from hybrid_kv.errors import ShapeError
-from hybrid_kv.ops.upload import staged
+from hybrid_kv.ops.devices import staged
 
 _LEAST_ROOM = 32
 _ROOM_SHARE = 8  # room for an eighth more: growing copies an entry eight times in all, on average

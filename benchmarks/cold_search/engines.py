@@ -19,7 +19,7 @@ from hybrid_kv.errors import HybridKVError
 from hybrid_kv.index._auto_choice import decoding_pace
 from hybrid_kv.index._sketch_head import HeadSketch, restored_tier
 from hybrid_kv.ops.host_memory import host_array
-from hybrid_kv.ops.native.workers import default_pool
+from hybrid_kv.ops.native.library import default_pool
 from hybrid_kv.plugins import Index
 
 Setting = Mapping[str, Any]

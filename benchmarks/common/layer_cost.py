@@ -45,7 +45,7 @@ heads of 128 channels, where all seven are large enough."""
 _PACKAGE = str(Path(hkv.__file__).parent) + "/"
 _TRANSFORMERS = str(Path(transformers.__file__).parent) + "/"
 _DYNAMO = str(Path(torch.__file__).parent / "_dynamo") + "/"
-_PRODUCTS = ("models/few_tokens.py", "models/linear_product.py", "ops/native/linear.py")
+_PRODUCTS = ("models/few_tokens.py", "ops/native/linear.py")
 _WRAPPERS = ("models/layer_major.py", "models/widening.py", "models/early_queries.py")
 _ENDING = (LayerCache.move_on.__code__, LayerCache.settle.__code__)
 _FIRST = 1  # steps that make trials and look things up

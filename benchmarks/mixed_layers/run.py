@@ -27,7 +27,7 @@ from hybrid_kv.index._trial import HeadReport
 from hybrid_kv.index.graph import GraphIndex
 from hybrid_kv.ops.key_graph import KeyGraph, no_graph
 from hybrid_kv.ops.native import engine_state
-from hybrid_kv.ops.native import workers as pools
+from hybrid_kv.ops.native import library as pools
 from hybrid_kv.report.compact import compact
 
 HEADS, GROUP, TOP_K = 8, 4, 100

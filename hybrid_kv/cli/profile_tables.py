@@ -24,7 +24,7 @@ from hybrid_kv.cli.files import environment_on
 from hybrid_kv.errors import ConfigError
 from hybrid_kv.eval.profiling import ProfileArguments
 from hybrid_kv.ops.native import engine_state
-from hybrid_kv.ops.native.workers import pool_here
+from hybrid_kv.ops.native.library import pool_here
 from hybrid_kv.report import read_report
 from hybrid_kv.report.profile import (
     DEVICE_PEAK,

@@ -29,9 +29,9 @@ from hybrid_kv.ops.host_memory import host_array
 from hybrid_kv.ops.native import engine_state
 from hybrid_kv.ops.native import flat as native_flat
 from hybrid_kv.ops.native.flat import FlatScan
+from hybrid_kv.ops.native.library import default_pool, pool_here
 from hybrid_kv.ops.native.rows import QuantisedKeys
 from hybrid_kv.ops.native.sketch import SketchSearcher
-from hybrid_kv.ops.native.workers import default_pool, pool_here
 
 if TYPE_CHECKING:
     from hybrid_kv.ops.key_graph import KeyGraph

@@ -12,6 +12,7 @@ from torch import Tensor
 from hybrid_kv.index._sketch_head import QuerySpace, plan_of, sketch_map
 from hybrid_kv.index._sketch_learn import hold_out_block
 from hybrid_kv.ops import Ops
+from hybrid_kv.ops.devices import bus_copies, staged
 from hybrid_kv.ops.sketch_codes import MAX_DIMS, SketchPlan
 from hybrid_kv.ops.sketch_select import (
     DeviceCodes,
@@ -21,7 +22,6 @@ from hybrid_kv.ops.sketch_select import (
     quantise,
     scratch_bytes,
 )
-from hybrid_kv.ops.upload import bus_copies, staged
 
 _CHECKED = 64
 """Held-out queries of a KV head."""

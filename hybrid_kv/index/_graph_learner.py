@@ -32,8 +32,8 @@ from hybrid_kv.ops.key_graph import BuildParams, KeyGraph
 from hybrid_kv.ops.native import engine_state
 from hybrid_kv.ops.native import flat as native_flat
 from hybrid_kv.ops.native.graph import GraphSearcher, project
+from hybrid_kv.ops.native.library import default_pool, pool_here
 from hybrid_kv.ops.native.rows import DTYPES, QuantisedKeys, is_readable
-from hybrid_kv.ops.native.workers import default_pool, pool_here
 
 
 class Found(Protocol):

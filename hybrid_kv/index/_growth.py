@@ -20,7 +20,7 @@ from hybrid_kv.index._trial import Goal, HeadReport, HeldOut, Trial, choose, run
 from hybrid_kv.ops.key_graph import BuildParams
 from hybrid_kv.ops.native.flat import FlatScan
 from hybrid_kv.ops.native.graph import GraphSearcher, extend
-from hybrid_kv.ops.native.workers import pool_here
+from hybrid_kv.ops.native.library import pool_here
 
 _CHECKED = 16
 """Positions that are held out of the links, to check them."""

@@ -21,10 +21,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from hybrid_kv.ops.native.library import engine
+from hybrid_kv.ops.native.library import engine, pool_here
 from hybrid_kv.ops.native.rows import DTYPES, is_readable
 from hybrid_kv.ops.native.step import EngineSearch
-from hybrid_kv.ops.native.workers import pool_here
 from hybrid_kv.ops.sketch_codes import (
     BLOCK_KEYS,
     MAX_DIMS,

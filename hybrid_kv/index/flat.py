@@ -17,9 +17,8 @@ from hybrid_kv.index._base import KeyIndex, rank, scan
 from hybrid_kv.index._trial import HeadReport
 from hybrid_kv.ops.native import flat as native_flat
 from hybrid_kv.ops.native import rows as native_rows
-from hybrid_kv.ops.native.library import engine
+from hybrid_kv.ops.native.library import default_pool, engine, here, pool_here
 from hybrid_kv.ops.native.step import EngineSearch
-from hybrid_kv.ops.native.workers import default_pool, here, pool_here
 from hybrid_kv.plugins import INDEXES
 from hybrid_kv.types import SearchReads, SearchResult
 

@@ -25,8 +25,8 @@ from hybrid_kv.index._trial import GraphParams, HeadReport, bytes_per_key
 from hybrid_kv.index.flat import KeyScan, StandIn, int8_scan, num_candidates, planned
 from hybrid_kv.ops.key_graph import KeyGraph, check_graph, no_graph
 from hybrid_kv.ops.native.graph import GraphSearcher
+from hybrid_kv.ops.native.library import pool_here
 from hybrid_kv.ops.native.step import EngineSearch
-from hybrid_kv.ops.native.workers import pool_here
 from hybrid_kv.plugins import INDEXES, Index
 from hybrid_kv.types import Needs, SearchReads, SearchResult
 

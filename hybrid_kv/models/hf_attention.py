@@ -22,7 +22,7 @@ from hybrid_kv.models.cache_layers import SlidingLayer, layer_of
 from hybrid_kv.models.cache_state import seen_on_host, with_copy
 from hybrid_kv.models.forwards import outside_graphs
 from hybrid_kv.ops import get_ops
-from hybrid_kv.ops.upload import staged
+from hybrid_kv.ops.devices import staged
 from hybrid_kv.types import PartialAttention
 
 NAME = "hybrid_kv"

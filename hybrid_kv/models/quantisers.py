@@ -35,8 +35,8 @@ from hybrid_kv.errors import (
 )
 from hybrid_kv.models.checkpoint import read_config, read_model
 from hybrid_kv.models.gguf_model import empty_model
+from hybrid_kv.models.support import dtype_name, keep_as_stored, mib, stored_tensors
 from hybrid_kv.models.weight_kinds import BLOCKS, WEIGHT_KINDS
-from hybrid_kv.models.weight_tensors import dtype_name, keep_as_stored, mib, stored_tensors
 from hybrid_kv.ops.native.library import engine_state
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from hybrid_kv.models.forwards import replaced
-from hybrid_kv.models.weight_tensors import is_plain_linear
+from hybrid_kv.models.support import is_plain_linear
 
 MIN_TOKENS = 64
 """Fewer tokens, over all rows, than these are computed with the weights as they are."""

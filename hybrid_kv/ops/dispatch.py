@@ -13,12 +13,19 @@ from torch import Tensor
 from hybrid_kv.errors import BackendUnavailable, unknown_name
 from hybrid_kv.ops import native, reference_pages
 from hybrid_kv.ops import operations as op
-from hybrid_kv.ops.choice import BACKENDS, FUSED, ChosenBackend, chosen, reaches, why_unavailable
 from hybrid_kv.ops.devices import DEVICE_BACKENDS
 from hybrid_kv.ops.native.attend import FEW_QUERIES, ROW_QUERIES
 from hybrid_kv.ops.native.pages import PageWriter
 from hybrid_kv.ops.native.rows import DTYPES
 from hybrid_kv.ops.native.step import ColdEntries, LayerPlan, ResidentPages
+from hybrid_kv.ops.operations import (
+    BACKENDS,
+    FUSED,
+    ChosenBackend,
+    chosen,
+    reaches,
+    why_unavailable,
+)
 from hybrid_kv.ops.tail import Form, Tail, UnreadPart
 from hybrid_kv.types import BlockMask, Candidates, PagedKV, PartialAttention
 
@@ -63,7 +70,7 @@ class AttentionOps(ChosenBackend):
         few = q.shape[1] * q.shape[2] <= ROW_QUERIES * k.shape[1]
         if few or self.backend != "auto" or q.numel() * k.shape[2] <= _FEW_PRODUCTS:
             return True
-        from hybrid_kv.ops.tile_trial import tiles_serve
+        from hybrid_kv.ops.native.prompt import tiles_serve
 
         return tiles_serve(q.dtype, q.shape[3])
 

@@ -15,8 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hybrid_kv.ops.devices import staged
 from hybrid_kv.ops.sketch_codes import SketchPlan, dims_per_line
-from hybrid_kv.ops.upload import staged
 from hybrid_kv.types import Candidates, PartialAttention
 
 SAMPLE_RUN = 16

@@ -36,7 +36,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from hybrid_kv.ops.upload import staged
+from hybrid_kv.ops.devices import staged
 from hybrid_kv.types import PartialAttention
 
 Form: TypeAlias = Literal["gaussian", "first_order"]

@@ -15,13 +15,13 @@ from torch.nn.functional import linear, scaled_dot_product_attention
 
 from hybrid_kv.models.widening import trial
 from hybrid_kv.ops import get_ops
+from hybrid_kv.ops.native.library import pool_here
 from hybrid_kv.ops.native.packed import (
     PACKED_KINDS,
     PackedWeight,
     multiplies_packed,
     packed_linear,
 )
-from hybrid_kv.ops.native.workers import pool_here
 from hybrid_kv.planning.plan import ModelFacts, PromptRates
 from hybrid_kv.planning.rates import Card, Rates, median_seconds
 

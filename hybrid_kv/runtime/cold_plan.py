@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from hybrid_kv.ops.native.library import pool_here
 from hybrid_kv.ops.native.step import LayerPlan, StepResult
-from hybrid_kv.ops.native.workers import pool_here
 from hybrid_kv.runtime.engine_plan import SearchedEntries
 from hybrid_kv.runtime.step import ColdBudget, Step
 from hybrid_kv.store import Row

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from hybrid_kv.errors import NonFiniteError
+from hybrid_kv.ops.native.library import pool_here
 from hybrid_kv.ops.native.step import ColdEntries, ExtentEntries, LayerPlan, NewToken, StepResult
-from hybrid_kv.ops.native.workers import pool_here
 from hybrid_kv.runtime.step import Step, count_cold, name_of_new, pinned_pages, reads_all
 from hybrid_kv.store import ExtentView, Retrieved, RetrievedPart, Row
 from hybrid_kv.store.live_index import LiveIndex

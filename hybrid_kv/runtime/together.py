@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from hybrid_kv.attention import attend, merge_partials
+from hybrid_kv.ops.native.library import pool_here
 from hybrid_kv.ops.native.step import JointRun
-from hybrid_kv.ops.native.workers import pool_here
 from hybrid_kv.runtime.cache import KVCache
 from hybrid_kv.runtime.engine_plan import Begun, EnginePlan
 from hybrid_kv.runtime.layer import LayerCache

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from hybrid_kv.errors import ConfigError
-from hybrid_kv.ops.native.workers import work_alone
-from hybrid_kv.ops.upload import bus_copies
+from hybrid_kv.ops.devices import bus_copies
+from hybrid_kv.ops.native.library import work_alone
 from hybrid_kv.store import all_finite
 from hybrid_kv.store.index_builder import run_into
 from hybrid_kv.types import PartialAttention

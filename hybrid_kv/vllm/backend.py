@@ -21,7 +21,7 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadataBuilder,
 )
 
-from hybrid_kv.ops.native.workers import Pool
+from hybrid_kv.ops.native.library import Pool
 from hybrid_kv.vllm.batch import CacheShape, Prompts, StepBatch, StepSequence
 from hybrid_kv.vllm.layer import Kernel, PagedLayer
 from hybrid_kv.vllm.layout import Scratch, as_blocks

@@ -19,9 +19,9 @@ from torch import Tensor
 from hybrid_kv.errors import NonFiniteError
 from hybrid_kv.index._sketch_head import SketchMaker, plan_of
 from hybrid_kv.ops.native.attend import RetrievedAttention
+from hybrid_kv.ops.native.library import Pool
 from hybrid_kv.ops.native.paged_attention import BlockSlice, PagedAttention
 from hybrid_kv.ops.native.paged_sketch import PagedSketch
-from hybrid_kv.ops.native.workers import Pool
 from hybrid_kv.types import PartialAttention
 from hybrid_kv.vllm.batch import Prompts, SearchedDecodes, StepBatch, StepSequence
 from hybrid_kv.vllm.layout import Scratch, write

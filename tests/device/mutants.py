@@ -259,7 +259,7 @@ MUTANTS = [
     ),
     Mutant(
         "an array of one device is handed to another",
-        "ops/upload.py",
+        "ops/devices.py",
         "        key = device, array.dtype.str, array.tobytes()\n",
         "        key = torch.device('cuda'), array.dtype.str, array.tobytes()\n",
         [f"{TWO}[hybrid:device-late]"],

@@ -33,7 +33,7 @@ from benchmarks.cold_search.targets import Target, find_points, ladder, parse_ta
 from hybrid_kv.index._auto_choice import decoding_pace
 from hybrid_kv.index._graph_learner import GraphLearner
 from hybrid_kv.index.graph import GraphIndex
-from hybrid_kv.ops.native.workers import default_pool
+from hybrid_kv.ops.native.library import default_pool
 from hybrid_kv.report.compact import expand
 from tests.tolerances import TOLERANCES
 

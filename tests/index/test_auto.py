@@ -23,7 +23,7 @@ from hybrid_kv.index._graph_learner import GraphLearner
 from hybrid_kv.index.graph import GraphIndex
 from hybrid_kv.index.sketch import SketchIndex
 from hybrid_kv.ops.native import engine_state
-from hybrid_kv.ops.native.workers import default_pool
+from hybrid_kv.ops.native.library import default_pool
 from hybrid_kv.plugins import BuildCancelled
 from hybrid_kv.rotary import Samples
 from hybrid_kv.store.index_builder import InlineRunner

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from hybrid_kv.models import linear_product
+from hybrid_kv.models import few_tokens
 from hybrid_kv.ops.native.linear import BoundLinear
 
 
 def note_products(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     """Shapes of the inputs of the engine's products from now on, filled as they are made."""
     seen: list[list[int]] = []
-    bind, linear = linear_product.bind, linear_product.linear
+    bind, linear = few_tokens.bind, few_tokens.linear
 
     def noting_linear(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         seen.append(list(x.shape))
@@ -30,6 +30,6 @@ def note_products(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
 
         return replace(bound, multiply=multiply)
 
-    monkeypatch.setattr(linear_product, "linear", noting_linear)
-    monkeypatch.setattr(linear_product, "bind", noting_bind)
+    monkeypatch.setattr(few_tokens, "linear", noting_linear)
+    monkeypatch.setattr(few_tokens, "bind", noting_bind)
     return seen

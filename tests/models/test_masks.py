@@ -37,7 +37,7 @@ def test_new_tokens_of_a_step_are_attended_where_pages_lie(
     new: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """17 to 32, which a step takes by default, went to the float32 definition."""
-    monkeypatch.setattr("hybrid_kv.ops.choice.backends_on", lambda *_: frozenset({"triton"}))
+    monkeypatch.setattr("hybrid_kv.ops.operations.backends_on", lambda *_: frozenset({"triton"}))
     queries = torch.empty(1, 8, new, 128, dtype=torch.bfloat16, device="meta")
     assert Ops("triton").reads_pages(queries)
     assert not Ops("triton").reads_pages(queries.new_empty(1, 8, 65, 128))

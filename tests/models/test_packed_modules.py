@@ -20,8 +20,7 @@ from hybrid_kv.models.early_queries import EarlyQueries
 from hybrid_kv.models.few_tokens import FewTokens, ProductTrial
 from hybrid_kv.models.forwards import passing
 from hybrid_kv.models.load import load_model
-from hybrid_kv.models.support import devices_of, inspect_model
-from hybrid_kv.models.weight_tensors import stored_tensors
+from hybrid_kv.models.support import devices_of, inspect_model, stored_tensors
 from hybrid_kv.models.widening import WideningTrial, widened, widened_bytes
 from hybrid_kv.planning.model_facts import model_facts
 from hybrid_kv.saved.identity import model_identity

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hybrid_kv.errors import ConfigError
 from hybrid_kv.ops import get_ops, reference, reference_pages
-from hybrid_kv.ops.choice import BACKENDS, why_unavailable
+from hybrid_kv.ops.operations import BACKENDS, why_unavailable
 from hybrid_kv.types import HIDDEN
 from tests.oracle import causal, softmax_attention, spread
 from tests.tolerances import TOLERANCES, Tolerance

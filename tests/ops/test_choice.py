@@ -9,8 +9,8 @@ import torch
 
 from hybrid_kv.errors import BackendUnavailable
 from hybrid_kv.ops import devices, get_ops
-from hybrid_kv.ops.choice import BACKENDS, OPS, choose_backend, why_unavailable
 from hybrid_kv.ops.dispatch import Ops
+from hybrid_kv.ops.operations import BACKENDS, OPS, choose_backend, why_unavailable
 from hybrid_kv.types import PagedKV
 from tests.ops.fake_machine import Machine, fake_machine
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hybrid_kv.errors import BackendUnavailable
-from hybrid_kv.ops import choice, devices, flashinfer, reference
+from hybrid_kv.ops import devices, flashinfer, operations, reference
 from hybrid_kv.ops.dispatch import Ops
 from hybrid_kv.types import PagedKV
 from tests.ops import fake_flashinfer
@@ -120,7 +120,7 @@ def test_what_there_is_no_kernel_for_is_left_to_others(
 
 
 def test_a_request_by_name_reaches_it(wrapper: type, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choice, "backends_on", lambda *_: frozenset({"flashinfer"}))
+    monkeypatch.setattr(operations, "backends_on", lambda *_: frozenset({"flashinfer"}))
     ops, pages = Ops("flashinfer"), pool(SHAPE, torch.float16, tail_fill=FILL)
     q, slots = queries(SHAPE, torch.float16), lists(SHAPE, 4)
     seen = newest_positions(SHAPE, pages)

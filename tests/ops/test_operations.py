@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from hybrid_kv.ops import Ops, operations
-from hybrid_kv.ops.choice import why_unavailable
-from hybrid_kv.ops.operations import OPERATIONS, By, Operation
+from hybrid_kv.ops.operations import OPERATIONS, By, Operation, why_unavailable
 from hybrid_kv.types import HIDDEN, BlockMask, PartialAttention
 from tests.tolerances import Tolerance
 

@@ -83,7 +83,7 @@ def test_the_planner_bounds_the_measured_peak_closely(
     # Torch's kernels, as on a GPU, leave two parts to be merged; the engine's tiles leave one.
     with monkeypatch.context() as patch:
         patch.setattr("hybrid_kv.ops.dispatch._FEW_PRODUCTS", 0)
-        patch.setattr("hybrid_kv.ops.tile_trial.tiles_serve", lambda *_: False)
+        patch.setattr("hybrid_kv.ops.native.prompt.tiles_serve", lambda *_: False)
         measured = layer_major_peak(model, ids, chunk)
     assert measured <= predicted <= 1.15 * measured
     if (tokens, chunk) == (2048, 256):

@@ -12,8 +12,8 @@ from hybrid_kv.config import HybridConfig
 from hybrid_kv.errors import CapacityError, IntegrityError, NonFiniteError
 from hybrid_kv.index import sketch
 from hybrid_kv.ops.native import engine_state
+from hybrid_kv.ops.native.library import Pool
 from hybrid_kv.ops.native.step import LayerPlan
-from hybrid_kv.ops.native.workers import Pool
 from hybrid_kv.runtime import KVCache, engine_plan
 from hybrid_kv.types import LayerShape, ModelInfo
 from tests.kit import held

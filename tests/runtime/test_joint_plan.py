@@ -12,7 +12,7 @@ from hybrid_kv.errors import NonFiniteError
 from hybrid_kv.models.forwards import passing
 from hybrid_kv.models.joined import JoinedCache
 from hybrid_kv.ops.native import step as native_step
-from hybrid_kv.ops.native.workers import Pool
+from hybrid_kv.ops.native.library import Pool
 from hybrid_kv.runtime import together
 from hybrid_kv.runtime.together import JointPlan
 from tests.ops.native.engines import needs_engine

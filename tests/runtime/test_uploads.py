@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hybrid_kv.ops import pinned
-from hybrid_kv.ops.upload import Uploads
+from hybrid_kv.ops.devices import Uploads
 from hybrid_kv.runtime import KVCache
 from hybrid_kv.transfer import SyncExecutor
 from hybrid_kv.transfer.cuda import CudaExecutor

@@ -15,7 +15,7 @@ import torch
 
 from hybrid_kv.errors import ConfigError
 from hybrid_kv.ops.native import engine_state
-from hybrid_kv.ops.native.workers import pool_here
+from hybrid_kv.ops.native.library import pool_here
 from hybrid_kv.transfer import ThreadExecutor
 from hybrid_kv.transfer.executor import build_threads
 

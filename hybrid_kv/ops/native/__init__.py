@@ -20,10 +20,9 @@ from hybrid_kv.ops.native.attend import (
     serves,
     serves_merge,
 )
-from hybrid_kv.ops.native.library import engine_state
+from hybrid_kv.ops.native.library import Pool, engine_state
 from hybrid_kv.ops.native.pages import PageDigests, PageWriter
 from hybrid_kv.ops.native.step import LayerPlan
-from hybrid_kv.ops.native.workers import Pool
 from hybrid_kv.types import PartialAttention
 
 __all__ = [

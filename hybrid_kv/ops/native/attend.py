@@ -19,9 +19,8 @@ from hybrid_kv.ops.native.bindings import (
     RaggedStruct,
     VisibleStruct,
 )
-from hybrid_kv.ops.native.library import find_engine
+from hybrid_kv.ops.native.library import Pool, find_engine
 from hybrid_kv.ops.native.rows import DTYPES, is_readable
-from hybrid_kv.ops.native.workers import Pool
 from hybrid_kv.types import PartialAttention
 
 FEW_QUERIES = 64

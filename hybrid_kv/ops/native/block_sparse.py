@@ -7,8 +7,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from hybrid_kv.ops.native.library import Pool
 from hybrid_kv.ops.native.prompt import attend_prompt
-from hybrid_kv.ops.native.workers import Pool
 from hybrid_kv.types import KEY_BLOCK, BlockMask, PartialAttention
 
 

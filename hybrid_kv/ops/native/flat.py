@@ -11,14 +11,13 @@ from torch import Tensor
 from hybrid_kv.errors import ConfigError, ShapeError
 from hybrid_kv.ops.native import library
 from hybrid_kv.ops.native.bindings import SEARCH_FLAT, FlatHeadStruct
-from hybrid_kv.ops.native.library import find_engine
+from hybrid_kv.ops.native.library import Pool, find_engine
 from hybrid_kv.ops.native.rows import (
     QuantisedKeys,
     describe,
     pool_handle,
 )
 from hybrid_kv.ops.native.step import EngineSearch
-from hybrid_kv.ops.native.workers import Pool
 from hybrid_kv.types import SearchReads, SearchResult
 
 _UNCOUNTED = SearchReads()

@@ -38,10 +38,9 @@ from hybrid_kv.ops.native.bindings import (
     GraphQueryStruct,
     ProjectionStruct,
 )
-from hybrid_kv.ops.native.library import find_engine
+from hybrid_kv.ops.native.library import Pool, find_engine
 from hybrid_kv.ops.native.rows import QuantisedKeys, describe, pool_handle
 from hybrid_kv.ops.native.step import EngineSearch
-from hybrid_kv.ops.native.workers import Pool
 
 
 def pack(neighbours: Tensor, pool: Pool | None = None, engine: ctypes.CDLL | None = None) -> Tensor:

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 
 from hybrid_kv.errors import ConfigError, ShapeError
 from hybrid_kv.ops.native import library
-from hybrid_kv.ops.native.library import find_engine
+from hybrid_kv.ops.native.library import Pool, find_engine
 from hybrid_kv.ops.native.rows import DTYPES, pool_handle
-from hybrid_kv.ops.native.workers import Pool
 
 MAX_TOKENS = 8
 """More tokens than these, over all rows, are a matter of arithmetic and not of memory."""

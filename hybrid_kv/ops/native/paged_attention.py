@@ -12,9 +12,8 @@ from torch import Tensor
 
 from hybrid_kv.ops.native import library
 from hybrid_kv.ops.native.attend import described
-from hybrid_kv.ops.native.library import find_engine
+from hybrid_kv.ops.native.library import Pool, find_engine
 from hybrid_kv.ops.native.rows import DTYPES, pool_handle
-from hybrid_kv.ops.native.workers import Pool
 from hybrid_kv.types import PartialAttention
 
 

@@ -23,10 +23,9 @@ from hybrid_kv.errors import ConfigError, ShapeError
 from hybrid_kv.ops.host_memory import host_array
 from hybrid_kv.ops.native import library
 from hybrid_kv.ops.native.bindings import KeysStruct, SketchHeadStruct, SketchTierStruct
-from hybrid_kv.ops.native.library import find_engine
+from hybrid_kv.ops.native.library import Pool, find_engine
 from hybrid_kv.ops.native.rows import describe, pool_handle
 from hybrid_kv.ops.native.sketch import map_struct
-from hybrid_kv.ops.native.workers import Pool
 from hybrid_kv.ops.sketch_codes import BLOCK_KEYS, LINE_BYTES, SketchMap
 
 Ints = npt.NDArray[np.int32]

@@ -11,9 +11,8 @@ from torch import Tensor
 from hybrid_kv.errors import ConfigError, ShapeError
 from hybrid_kv.ops.native import library
 from hybrid_kv.ops.native.bindings import PageDigestsStruct, PagesStruct
-from hybrid_kv.ops.native.library import find_engine
+from hybrid_kv.ops.native.library import Pool, find_engine
 from hybrid_kv.ops.native.rows import DTYPES, describe, pool_handle
-from hybrid_kv.ops.native.workers import Pool
 from hybrid_kv.types import PagedKV
 
 

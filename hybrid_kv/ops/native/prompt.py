@@ -1,4 +1,4 @@
-"""The engine's attention of prompts: many queries, in tiles that stay in cache."""
+"""The engine's attention of prompts: many queries, in tiles that stay in cache, where these pay."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from hybrid_kv.errors import ConfigError, ShapeError
+from hybrid_kv.ops import torch_cpu
 from hybrid_kv.ops.native import library
 from hybrid_kv.ops.native.attend import ROW_QUERIES, Visible, attend_rows, described, merge
 from hybrid_kv.ops.native.bindings import PromptStruct
-from hybrid_kv.ops.native.library import find_engine
+from hybrid_kv.ops.native.library import Pool, find_engine
 from hybrid_kv.ops.native.rows import DTYPES
-from hybrid_kv.ops.native.workers import Pool
 from hybrid_kv.types import KEY_BLOCK, BlockMask, PartialAttention
 
 
@@ -192,3 +192,24 @@ def _listed(mask: BlockMask, sizes: tuple[int, int, int, int]) -> Tensor | None:
         raise ConfigError(f"a block must have at least 1 token, got {mask.tokens}")
     shape = (batch, heads, -(-tokens // mask.tokens), count // KEY_BLOCK)
     return _checked("listed", mask.listed.contiguous(), shape, torch.bool)
+
+
+# Trial of the tiles against torch's kernel, which has matrix instructions where the CPU has some --
+
+_QUERIES, _KEYS = 256, 1024  # one block of either kernel, so that one thread computes it
+_CLEARLY = 1.15
+"""Times as fast torch's must be to be taken: on less, noise would decide, anew in each process."""
+
+
+@cache
+def tiles_serve(dtype: torch.dtype, dim: int) -> bool:
+    """Whether the engine's tiles attend heads of `dim` channels; measured once, in 5 to 25 ms."""
+    return measure(dtype, dim) < _CLEARLY
+
+
+def measure(dtype: torch.dtype, dim: int, clock: Callable[[], float] = perf_counter) -> float:
+    """Time of the engine's tiles over that of torch's kernel."""
+    q, k = (torch.ones(1, 1, n, dim, dtype=dtype) for n in (_QUERIES, _KEYS))
+    ours = least_seconds(lambda: attend_prompt(q, k, k, scale=0.1, causal=False).out, clock)
+    torchs = least_seconds(lambda: torch_cpu.attend(q, k, k, scale=0.1).out, clock)
+    return ours / torchs

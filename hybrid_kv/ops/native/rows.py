@@ -13,8 +13,7 @@ from hybrid_kv.errors import ConfigError, ShapeError
 from hybrid_kv.ops.host_memory import host_array
 from hybrid_kv.ops.native import library
 from hybrid_kv.ops.native.bindings import BLOCK_KEYS, LEVELS, KeysStruct, QuantisedStruct
-from hybrid_kv.ops.native.library import find_engine
-from hybrid_kv.ops.native.workers import Pool
+from hybrid_kv.ops.native.library import Pool, find_engine
 
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _MIN_CAPACITY = 256

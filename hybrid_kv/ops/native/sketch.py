@@ -17,10 +17,9 @@ from hybrid_kv.ops.native.bindings import (
     SketchMapStruct,
     SketchTierStruct,
 )
-from hybrid_kv.ops.native.library import find_engine
+from hybrid_kv.ops.native.library import Pool, find_engine
 from hybrid_kv.ops.native.rows import describe, pool_handle
 from hybrid_kv.ops.native.step import EngineSearch
-from hybrid_kv.ops.native.workers import Pool
 from hybrid_kv.ops.sketch_codes import (
     SearchSizes,
     SketchMap,

@@ -28,10 +28,9 @@ from hybrid_kv.ops.native.bindings import (
     StepStruct,
     TailStruct,
 )
-from hybrid_kv.ops.native.library import fields_of, find_engine
+from hybrid_kv.ops.native.library import Pool, fields_of, find_engine
 from hybrid_kv.ops.native.pages import PageWriter
 from hybrid_kv.ops.native.rows import DTYPES
-from hybrid_kv.ops.native.workers import Pool
 from hybrid_kv.ops.tail import Form, Tail, sizes_of_moments
 from hybrid_kv.types import PartialAttention, SearchReads
 

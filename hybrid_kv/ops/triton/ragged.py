@@ -10,11 +10,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hybrid_kv.ops.devices import on
+from hybrid_kv.ops.devices import Uploads, on
 from hybrid_kv.ops.triton import paged
 from hybrid_kv.ops.triton._common import MIN_DOT, finite, padded, upcast
 from hybrid_kv.ops.triton.paged import capped, weighed
-from hybrid_kv.ops.upload import Uploads
 from hybrid_kv.types import PartialAttention
 
 

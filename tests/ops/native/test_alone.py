@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from hybrid_kv.ops.native.workers import work_alone
+from hybrid_kv.ops.native.library import work_alone
 
 
 def test_torch_works_alone_in_a_thread_that_does_and_in_no_other() -> None:

@@ -20,7 +20,7 @@ from hybrid_kv.ops.native.attend import (
     attend_rows,
     merge,
 )
-from hybrid_kv.ops.native.workers import Pool, default_pool, work_alone
+from hybrid_kv.ops.native.library import Pool, default_pool, work_alone
 from hybrid_kv.types import HIDDEN, PartialAttention
 from tests.ops.native.scan_data import ATTENTION, pool_of, strided
 from tests.oracle import softmax_attention

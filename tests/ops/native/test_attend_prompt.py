@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
+import hybrid_kv.ops.native.prompt as engine_prompt
 from hybrid_kv.errors import ConfigError, ShapeError
 from hybrid_kv.masses import causal_masses
-from hybrid_kv.ops import Ops, block_sparse, tile_trial
+from hybrid_kv.ops import Ops, block_sparse
+from hybrid_kv.ops.native.library import Pool
 from hybrid_kv.ops.native.prompt import attend_prompt
-from hybrid_kv.ops.native.workers import Pool
 from hybrid_kv.types import KEY_BLOCK, BlockMask
 from tests.ops.native.scan_data import pool_of, strided
 from tests.oracle import causal, softmax_attention, spread
@@ -222,7 +223,7 @@ def clock(times: list[float]) -> Any:
 def test_a_trial_compares_the_best_rounds(
     ours: list[float], torchs: list[float], ratio: float
 ) -> None:
-    assert tile_trial.measure(torch.bfloat16, 64, clock([*ours, *torchs])) == ratio
+    assert engine_prompt.measure(torch.bfloat16, 64, clock([*ours, *torchs])) == ratio
 
 
 @pytest.fixture
@@ -236,7 +237,7 @@ def test_a_trial_decides_on_long_prompts(
     q, k = prompt
     parts = {}
     for serve, name in ((True, "native"), (False, "torch_cpu")):
-        monkeypatch.setattr(tile_trial, "tiles_serve", lambda dtype, dim, serve=serve: serve)
+        monkeypatch.setattr(engine_prompt, "tiles_serve", lambda dtype, dim, serve=serve: serve)
         ops = Ops("auto")
         parts[name] = ops.attend_causal(q, k, k, scale=0.1)
         ops.attend(q, k.repeat_interleave(2, 1), k.repeat_interleave(2, 1), scale=0.1)
@@ -250,7 +251,7 @@ def test_a_trial_decides_on_long_prompts(
 def test_short_prompts_and_named_back_ends_need_no_trial(
     monkeypatch: pytest.MonkeyPatch, prompt: tuple[Tensor, Tensor]
 ) -> None:
-    monkeypatch.setattr(tile_trial, "tiles_serve", lambda *_: pytest.fail("a trial was made"))
+    monkeypatch.setattr(engine_prompt, "tiles_serve", lambda *_: pytest.fail("a trial was made"))
     q, k = prompt
     for backend, served in (("native", "native"), ("torch_cpu", "torch_cpu")):
         ops = Ops(backend)

@@ -10,7 +10,7 @@ from hybrid_kv.errors import ConfigError, ShapeError
 from hybrid_kv.ops.key_graph import BuildParams, KeyGraph, query_points
 from hybrid_kv.ops.native import library
 from hybrid_kv.ops.native.graph import extend, project
-from hybrid_kv.ops.native.workers import Pool
+from hybrid_kv.ops.native.library import Pool
 from tests.ops.native import graph_oracle as portable
 from tests.ops.native.engines import each_engine, needs_engine
 from tests.ops.native.graph_data import (

@@ -10,8 +10,8 @@ from hybrid_kv.errors import ConfigError, ShapeError
 from hybrid_kv.ops.key_graph import Searched, no_graph
 from hybrid_kv.ops.native import library
 from hybrid_kv.ops.native.graph import GraphSearcher, extend
+from hybrid_kv.ops.native.library import Pool
 from hybrid_kv.ops.native.rows import QuantisedKeys
-from hybrid_kv.ops.native.workers import Pool
 from tests.ops.native import graph_oracle as portable
 from tests.ops.native.engines import each_engine, needs_engine
 from tests.ops.native.graph_data import (

@@ -10,7 +10,7 @@ import pytest
 from hybrid_kv.errors import BackendUnavailable, CapacityError, ConfigError
 from hybrid_kv.ops import get_ops
 from hybrid_kv.ops.native import bindings, library
-from hybrid_kv.ops.native.workers import Pool, cpu_quota, default_pool, default_threads, num_cores
+from hybrid_kv.ops.native.library import Pool, cpu_quota, default_pool, default_threads, num_cores
 from tests.ops.native.engines import engine_params, needs_engine, why_not
 
 
@@ -161,8 +161,8 @@ def test_a_pool_that_cannot_be_made_says_why(
 def test_one_of_many_cores_is_left_to_others(
     monkeypatch: pytest.MonkeyPatch, cores: int, threads: int
 ) -> None:
-    monkeypatch.setattr("hybrid_kv.ops.native.workers.num_cores", lambda cpus: cores)
-    monkeypatch.setattr("hybrid_kv.ops.native.workers.cpu_quota", lambda: None)
+    monkeypatch.setattr("hybrid_kv.ops.native.library.num_cores", lambda cpus: cores)
+    monkeypatch.setattr("hybrid_kv.ops.native.library.cpu_quota", lambda: None)
     assert default_threads() == threads
 
 
@@ -183,8 +183,8 @@ def test_a_containers_share_of_the_cpus_bounds_the_threads(
     assert cpu_quota(control) == 2.5
     control.write_text("max 100000\n")
     assert cpu_quota(control) is cpu_quota(tmp_path / "absent") is None
-    monkeypatch.setattr("hybrid_kv.ops.native.workers.num_cores", lambda cpus: 64)
-    monkeypatch.setattr("hybrid_kv.ops.native.workers.cpu_quota", lambda: 2.5)
+    monkeypatch.setattr("hybrid_kv.ops.native.library.num_cores", lambda cpus: 64)
+    monkeypatch.setattr("hybrid_kv.ops.native.library.cpu_quota", lambda: 2.5)
     assert default_threads() == 2
 
 

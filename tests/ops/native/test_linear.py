@@ -9,8 +9,8 @@ import torch
 from torch.nn import functional
 
 from hybrid_kv.errors import ConfigError, ShapeError
+from hybrid_kv.ops.native.library import Pool
 from hybrid_kv.ops.native.linear import MAX_TOKENS, linear, multiplies
-from hybrid_kv.ops.native.workers import Pool
 from tests.ops.native.scan_data import strided
 from tests.tolerances import TOLERANCES
 

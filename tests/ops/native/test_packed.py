@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from hybrid_kv.errors import ConfigError, ShapeError
+from hybrid_kv.ops.native.library import Pool
 from hybrid_kv.ops.native.packed import (
     PACKED_KINDS,
     PackedWeight,
     multiplies_packed,
     packed_linear,
 )
-from hybrid_kv.ops.native.workers import Pool
 from tests.ops.native.engines import needs_engine
 from tests.ops.native.packed_data import dequantised, random_weight
 

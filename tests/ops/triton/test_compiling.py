@@ -16,6 +16,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("kernels are interpreted: TRITON_INTERPRET=1", allow_module_level=True)
 
 from hybrid_kv.index._sketch_head import plan_of
+from hybrid_kv.ops.devices import Uploads
 from hybrid_kv.ops.sketch_select import DeviceCodes
 from hybrid_kv.ops.tail import Tail
 from hybrid_kv.ops.triton import (
@@ -31,7 +32,6 @@ from hybrid_kv.ops.triton import (
     sketch_find,
     unread,
 )
-from hybrid_kv.ops.upload import Uploads
 from hybrid_kv.types import KEY_BLOCK, BlockMask, PartialAttention
 from tests.ops.paged_data import Shape, lists, pool, queries
 from tests.ops.triton.compiling import Launch, Resources, launches_of, resources, why_no_compiler
