@@ -115,10 +115,9 @@ class HybridImpl(CPUAttentionBackendImpl):
         self.hybrid: PagedLayer | None = None
         if self.attn_type != AttentionType.DECODER or self.sliding_window != -1:
             return
-        check_layer(self.alibi_slopes, self.sinks, self.kv_sharing_target_layer_name)
-        self.hybrid = PagedLayer(
-            self.num_heads, self.scale, self.logits_soft_cap, _scratch(), _pool()
-        )
+        check_layer(self.alibi_slopes, self.kv_sharing_target_layer_name)
+        how = self.num_heads, self.scale, self.logits_soft_cap
+        self.hybrid = PagedLayer(*how, _scratch(), _pool(), self.sinks)
 
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
@@ -184,12 +183,19 @@ class HybridImpl(CPUAttentionBackendImpl):
             block_table=prompts.contexts.table,
             softcap=self.logits_soft_cap,
             scheduler_metadata=prompts.plan,
-            s_aux=None,
+            s_aux=_readable(self.sinks),
             dynamic_causal=None,
             k_scale=layer._k_scale_float,
             v_scale=layer._v_scale_float,
             kv_cache_dtype=self.kv_cache_dtype,
         )
+
+
+def _readable(sinks: Tensor | None) -> Tensor | None:
+    """In a dtype that vLLM's kernel reads, as its own backend passes them."""
+    if sinks is None or sinks.dtype in (torch.bfloat16, torch.float32):
+        return sinks
+    return sinks.float()
 
 
 @cache

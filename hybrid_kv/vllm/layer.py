@@ -1,7 +1,7 @@
 """Attention of one layer over the blocks of vLLM's cache: prompts, decodes, and its index.
 
     prompt  ─► vLLM's kernel over a scratch; the index learns and encodes
-    decode  ─► search by codes ─► sinks, window and what was found ─► the engine's attention
+    decode  ─► the engine: search by codes, then sinks, window, the found, the unread by moments
 
 The index is learned from a long prompt, and again from a longer one. Its codes belong to slots,
 which sequences share, so that all of them have one.
@@ -18,14 +18,14 @@ from torch import Tensor
 
 from hybrid_kv.errors import NonFiniteError
 from hybrid_kv.index._sketch_head import SketchMaker, plan_of
-from hybrid_kv.ops.native.attend import RetrievedAttention
 from hybrid_kv.ops.native.library import Pool
-from hybrid_kv.ops.native.paged_attention import BlockSlice, PagedAttention
+from hybrid_kv.ops.native.paged_attention import PagedAttention
 from hybrid_kv.ops.native.paged_sketch import PagedSketch
+from hybrid_kv.ops.native.paged_step import PagedDecode, PagedSteps
 from hybrid_kv.types import PartialAttention
 from hybrid_kv.vllm.batch import Prompts, SearchedDecodes, StepBatch, StepSequence
 from hybrid_kv.vllm.layout import Scratch, write
-from hybrid_kv.vllm.moments import PrefixMoments, unread
+from hybrid_kv.vllm.moments import PrefixMoments
 
 _log = logging.getLogger("vllm.hybrid_kv")
 
@@ -60,20 +60,27 @@ class PagedLayer:
         num_heads: query heads. scale, softcap: what turns a dot product into a logit.
         scratch: shared by the layers of a process.
         pool: the engine's threads; None for the calling one.
+        sinks: [Hq] logits that take a share and have no value (gpt-oss); None for none.
     """
 
     def __init__(
-        self, num_heads: int, scale: float, softcap: float, scratch: Scratch, pool: Pool | None
+        self,
+        num_heads: int,
+        scale: float,
+        softcap: float,
+        scratch: Scratch,
+        pool: Pool | None,
+        sinks: Tensor | None = None,
     ) -> None:
         self._num_heads, self._scale, self._softcap = num_heads, scale, softcap or None
-        self._scratch, self._pool = scratch, pool
+        self._scratch, self._pool, self._sinks = scratch, pool, sinks
         self._index: PagedSketch | None = None
         self._queries, self._place = torch.empty(0), 0  # the latest, and the next one's place
         self._learned = 0  # tokens of the context that the index was learned from
         self.moments = PrefixMoments(torch.empty(0, 1, 2, 1, 1))
         """For the estimate of what a step does not read."""
-        self._attention: dict[int, RetrievedAttention] = {}
         self._paged: PagedAttention
+        self._steps: PagedSteps
         self._address = 0
 
     @property
@@ -177,34 +184,31 @@ class PagedLayer:
     ) -> None:
         self._remember(query[decodes.tokens])
         self._learn_on(blocks, batch, decodes)
-        coded = [
-            self._encode(one, own.first + own.num_tokens)
-            for one, own in zip(decodes.sequences, decodes.searched, strict=True)
-        ]
-        if self._index is None or not all(coded):
-            for one in decodes.sequences:
-                self._attend_whole(blocks, query, output, batch, one)
-            return
-        num, heads = len(coded), batch.shape.num_kv_heads
-        own = query[decodes.tokens].view(num, heads, -1, query.shape[-1])
-        ids, scores = self._index.search(own.float(), decodes.searched, self._pool)
-        near = [self._attend_pieces(blocks, *pair) for pair in zip(own, decodes.near, strict=True)]
-        parts = [PartialAttention(*map(torch.cat, zip(*near, strict=True)))]
-        tails = [
-            tail
-            for one, searched in zip(decodes.sequences, decodes.searched, strict=True)
-            if (tail := self.moments.of(searched, partial(batch.shape.rows, one.table)))
-        ]
-        change = lowered = None  # where blocks are so large that a context fills none
-        if len(tails) == num:
-            how = (decodes.searched, self._scale, self._softcap)
-            rest, change = unread(self.moments.joined(tails), own, scores, *how)
-            parts.append(PartialAttention(rest.out, rest.lse))
-            lowered = (scores > -torch.inf).sum(-1).flatten(0, 1).log() + rest.discount
-        parts.append(self._attend_found(blocks, own.flatten(0, 1), ids.flatten(0, 1), change))
-        together = PartialAttention(*map(torch.stack, zip(*parts, strict=True)))
-        out = _merged(together, lowered).out
-        output[decodes.tokens] = out.view(num, self._num_heads, -1).to(output.dtype)
+        places, steps = [], []
+        for place, (one, near, own) in enumerate(
+            zip(decodes.sequences, decodes.near, decodes.searched, strict=True)
+        ):
+            if self._encode(one, own.first + own.num_tokens):
+                tail = self.moments.of(own, partial(batch.shape.rows, one.table))
+                places.append(place)
+                steps.append(PagedDecode(near, own, tail))
+        whole = set(range(len(decodes.sequences))) - set(places)
+        if self._index is not None and steps:
+            tokens = decodes.tokens[places]
+            own_queries = query[tokens].unflatten(1, (batch.shape.num_kv_heads, -1))
+            how: dict[str, Any] = {"scale": self._scale, "softcap": self._softcap, "pool": self._pool}
+            part, failed = self._steps.attend(own_queries, steps, self._index, **how)
+            output[tokens] = self._finished(part).to(output.dtype)
+            whole |= {places[at] for at in failed}
+        for place in sorted(whole):
+            self._attend_whole(blocks, query, output, batch, decodes.sequences[place])
+
+    def _finished(self, part: PartialAttention) -> Tensor:
+        """[S, Hq, D] of attention [S, Hkv, G, D], with the weights of sinks that have no value."""
+        out, lse = part.out.flatten(-3, -2), part.lse.flatten(-2)
+        if self._sinks is None:
+            return out
+        return out * (lse - self._sinks.float()).sigmoid()[..., None]
 
     def _remember(self, queries: Tensor) -> None:
         """Put decoding queries [S, Hq, D] in the place of the oldest ones."""
@@ -218,55 +222,22 @@ class PagedLayer:
     ) -> None:
         own = query[one.begin].view(batch.shape.num_kv_heads, -1, query.shape[-1])
         pieces = batch.shape.pieces(one.table, 0, one.length)
-        out = self._attend_pieces(blocks, own, pieces).out
-        output[one.begin] = out.view(self._num_heads, -1).to(output.dtype)
-
-    def _attend_pieces(
-        self, blocks: Tensor, queries: Tensor, pieces: list[BlockSlice]
-    ) -> PartialAttention:
-        """Attention of queries [Hkv, G, D] over all entries of some pieces."""
-        if not pieces:
-            lse = torch.full(queries.shape[:2], -torch.inf)
-            return PartialAttention(torch.zeros(*queries.shape[:2], blocks.shape[-1]), lse)
-        part = self._paged.attend(
-            queries.contiguous(), pieces, scale=self._scale, softcap=self._softcap, pool=self._pool
-        )
-        return _merged(part)
-
-    def _attend_found(
-        self, blocks: Tensor, queries: Tensor, ids: Tensor, bias: Tensor | None
-    ) -> PartialAttention:
-        """Attention of queries [M, G, D] over rows [M, G, K] of the cache, with biases of each."""
-        num, tokens = len(queries), blocks.shape[3]
-        if num not in self._attention:
-            # One array for all heads and sequences: a row's number says whose it is.
-            rows = blocks.view(-1, blocks.shape[-1])
-            keys, values = rows[: len(rows) - tokens], rows[tokens:]
-            self._attention[num] = RetrievedAttention(
-                keys.expand(num, -1, -1), values.expand(num, -1, -1)
-            )
-        attention = self._attention[num]
-        return attention.attend(
-            queries, ids, scale=self._scale, softcap=self._softcap, bias=bias, pool=self._pool
-        )
+        how: dict[str, Any] = {"scale": self._scale, "softcap": self._softcap, "pool": self._pool}
+        part = _merged(self._paged.attend(own.contiguous(), pieces, **how))
+        output[one.begin] = self._finished(part).to(output.dtype)
 
     def _follow(self, blocks: Tensor) -> None:
         """Forget what was known of other memory: vLLM gives a layer its cache after a trial run."""
         if blocks.data_ptr() != self._address:
-            self._attention, self._index, self._learned = {}, None, 0
+            self._index, self._learned = None, 0
             self._queries = torch.empty(0)
             self.moments, self._paged = PrefixMoments(blocks), PagedAttention(blocks)
+            self._steps = PagedSteps(blocks)
             self._address = blocks.data_ptr()
 
 
-def _merged(parts: PartialAttention, lowered: Tensor | None = None) -> PartialAttention:
-    """Attention over all entries of parts, out [P, ..., D] and lse [P, ...].
-
-    Args:
-        lowered: [...], the logarithm of what entries weigh beside what their part says.
-    """
+def _merged(parts: PartialAttention) -> PartialAttention:
+    """Attention over all entries of parts, out [P, ..., D] and lse [P, ...]."""
     total = parts.lse.logsumexp(0)
-    if lowered is not None:
-        total = torch.logaddexp(total, lowered)
     shares = (parts.lse - total).exp()[..., None]
     return PartialAttention((shares * parts.out).sum(0), total)

@@ -7,7 +7,7 @@ is written again only when it has become another's: so neither needs a word from
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeAlias
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hybrid_kv.ops.native.paged_sketch import SearchRange
-from hybrid_kv.ops.tail import SAMPLES, AttendedSums, Tail, UnreadPart, capped
+from hybrid_kv.ops.tail import SAMPLES, Tail
 
 MOST = 32
 """Beginnings of one layer whose moments are kept: those used last."""
@@ -37,7 +37,6 @@ class PrefixMoments:
         self._blocks = blocks
         self._has = np.zeros(len(blocks), bool)
         self._kept: dict[int, Tail] = {}  # the one used last at the end
-        self._joined: tuple[list[Tail], Tail] | None = None
 
     def overwrite(self, slots: npt.NDArray[np.int64]) -> None:
         """Take note that keys in these slots are others than before."""
@@ -69,21 +68,6 @@ class PrefixMoments:
         self._has[table[-1]] = True
         return new
 
-    def joined(self, tails: Sequence[Tail]) -> Tail:
-        """The moments of several sequences as those of so many more KV heads.
-
-        Steps ask for the same ones again and again, so that the last are kept.
-        """
-        if len(tails) == 1:
-            return tails[0]
-        if self._joined is None or list(map(id, self._joined[0])) != list(map(id, tails)):
-            parts = [
-                torch.cat(part)
-                for part in zip(*(one.tensors().values() for one in tails), strict=True)
-            ]
-            self._joined = list(tails), Tail(0, *parts)
-        return self._joined[1]
-
     def _learn(self, first: int, end: int, rows_of: RowsOf) -> Tail:
         some = torch.linspace(first, end - 1, min(SAMPLES, end - first), dtype=torch.float64).long()
         rows, dim = rows_of(some), self._blocks.shape[-1]
@@ -96,33 +80,3 @@ class PrefixMoments:
     def _drop(self, block: int) -> None:
         del self._kept[block]
         self._has[block] = False
-
-
-def unread(
-    tail: Tail,
-    queries: Tensor,
-    scores: Tensor,
-    searched: Sequence[SearchRange],
-    scale: float,
-    softcap: float | None,
-) -> tuple[UnreadPart, Tensor]:
-    """Attention over what a search did not find, by the moments of each sequence.
-
-    Args:
-        tail: the moments of all S sequences, as `PrefixMoments.joined` gives them.
-        queries: [S, Hkv, G, D]. scores: [S, Hkv, G, K] float32 of what was found, -inf for none.
-
-    Returns:
-        The unread part, [S * Hkv, G] and so on, and the logarithm [S * Hkv, G, K] by which the
-        weight of each found value is changed for the mean value of the unread to be right.
-    """
-    heads = queries.shape[1]
-    scores = scores.flatten(0, 1)
-    there = scores > -torch.inf
-    sums = AttendedSums(there.sum(-1), scores.masked_fill(~there, 0.0).sum(-1))
-    logits = capped(scale * scores, softcap)
-    limit = logits.masked_fill(~there, torch.inf).amin(-1)
-    counts = torch.tensor([one.num_tokens for one in searched]).repeat_interleave(heads)[:, None]
-    part = tail.attend(queries.flatten(0, 1), counts, sums, limit, scale=scale, softcap=softcap)
-    taken = (part.discount[..., None] - logits).exp().masked_fill(~there, 0.0)
-    return part, torch.log1p(-taken.clamp(max=1.0))

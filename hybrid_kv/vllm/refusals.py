@@ -47,18 +47,17 @@ def check_config(config: Any) -> None:
         )
 
 
-def check_layer(alibi: object, sinks: object, shared_with: str | None) -> None:
+def check_layer(alibi: object, shared_with: str | None) -> None:
     """Refuse a full-attention layer that our decoding would compute wrongly.
 
     Args:
-        alibi: slopes, sinks: of gpt-oss, shared_with: the layer whose keys it reads; None each.
+        alibi: slopes, shared_with: the layer whose keys it reads; None each.
 
     Raises:
         UnsupportedModelError: one is given.
     """
     for given, what in (
         (alibi, "ALiBi"),
-        (sinks, "attention sinks that are weights (gpt-oss)"),
         (shared_with, "layers that read the keys of another layer"),
     ):
         if given is not None:

@@ -44,6 +44,7 @@ typedef struct hkv_tail {
   const float *key_key, *key_value; /* [heads, dim of keys, dim] covariances about these */
   int64_t clusters;                 /* at least 1 */
   int32_t first_order;              /* not 0: by the mean logit alone, and without a limit */
+  int64_t entries; /* that are searched, where those of the extent are a pool of several rows'; 0: all of it */
 } hkv_tail;
 
 /* Cold entries that lie together, and what finds them. */

@@ -213,6 +213,8 @@ void Step::check_extent(const hkv_extent &extent) const {
   require(tail.shares && tail.values && tail.key_key && tail.key_value,
           "a tail must have all of its moments");
   require(tail.clusters >= 1, "a tail must have clusters");
+  require(tail.entries >= 0 && tail.entries <= extent.kv.keys.count,
+          "a tail must be of entries of its extent");
 }
 
 /// The new token takes the last filled place of the newest page.
@@ -561,7 +563,8 @@ bool Step::attend_unread(Scratch &own, int64_t head, float *estimated) const {
   for (int32_t at = 0; at < cold().num_extents; ++at) {
     const hkv_extent &extent = cold().extents[at];
     if (extent.tail.keys == nullptr) continue;
-    const int64_t entries = shared_.searches.first(at + 1) - shared_.searches.first(at);
+    const int64_t all = shared_.searches.first(at + 1) - shared_.searches.first(at);
+    const int64_t entries = extent.tail.entries > 0 ? extent.tail.entries : all;
     TailHead::of(extent.tail, head, extent.kv.keys.dim, dim)
         .attend(queries, num_queries, 1 + halves(), entries, own.attended.data() + at * num_lines,
                 own.lowest.data(), step_.scale, step_.softcap, own.tail.data(),

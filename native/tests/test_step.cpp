@@ -776,7 +776,10 @@ CLAIM(a_step_that_fails_stores_no_token) {
 CLAIM(a_step_attends_what_it_does_not_find_by_its_moments) {
   Sizes sizes;
   sizes.dtype = HKV_F32;
-  for (const int64_t width : {1, 9, 300}) {  // of 300: then nothing is left
+  // Of width 300 nothing is left; and of a pool of 300 entries a row's own may be fewer.
+  const std::vector<std::vector<int64_t>> cases{{1, 0}, {9, 0}, {300, 0}, {1, 200}, {300, 200}};
+  for (const auto &one : cases) {
+    const int64_t width = one[0], entries = one[1];
     sizes.width = width;
     sizes.num_queries = width == 1 ? 3 : 5;  // four of them share a pass over the moments
     LayerCase of(sizes);
@@ -793,10 +796,11 @@ CLAIM(a_step_attends_what_it_does_not_find_by_its_moments) {
     Given plain(sizes), got(sizes);
     CHECK_OK(plain.run(nullptr, of));
     of.extent.tail = {shares.data(),  keys.data(),      values.data(),
-                      key_key.data(), key_value.data(), 1};
+                      key_key.data(), key_value.data(), 1, 0, entries};
     CHECK_OK(got.run(nullptr, of));
     CHECK(got.ids == plain.ids);
-    const double left = static_cast<double>(sizes.num_cold - width);
+    const int64_t all = entries > 0 ? entries : sizes.num_cold;
+    const double left = static_cast<double>(std::max<int64_t>(0, all - width));
     for (size_t at = 0; at < plain.lse.size(); ++at) {
       const size_t head = at / static_cast<size_t>(sizes.num_queries);
       double variance = 0.0;  // no limit is near: what was found lies far above these logits
@@ -980,6 +984,10 @@ CLAIM(a_step_refuses_what_does_not_fit) {
   refused("all of its moments");
   of.extent.tail = {&moment, &moment, &moment, &moment, &moment, 0, 0};
   refused("must have clusters");
+  for (const int64_t entries : {int64_t{-1}, good.extent.kv.keys.count + 1}) {
+    of.extent.tail = {&moment, &moment, &moment, &moment, &moment, 1, 0, entries};
+    refused("entries of its extent");
+  }
   const int32_t heads[] = {0, 2};
   of.searches[0].heads = heads;
   refused("a head that the layer has not");

@@ -33,12 +33,19 @@ class PagedSequence:
 class PagedDriver:
     """A layer, its cache with NaN in blocks that nobody has, and free blocks in a random order."""
 
-    def __init__(self, settings: VllmSettings, num_blocks: int = 200, seed: int = 0) -> None:
+    def __init__(
+        self,
+        settings: VllmSettings,
+        num_blocks: int = 200,
+        seed: int = 0,
+        sinks: Tensor | None = None,
+    ) -> None:
         self.random = torch.Generator().manual_seed(seed)
         self.settings, self.shape = settings, CacheShape(HEADS, BLOCK)
         self.cache = torch.full((num_blocks, HEADS, 2, BLOCK, DIM), torch.nan)
         self.free = torch.randperm(num_blocks, generator=self.random).tolist()
-        self.layer = PagedLayer(HEADS * GROUP, DIM**-0.5, 0.0, Scratch(), None)
+        self.layer = PagedLayer(HEADS * GROUP, DIM**-0.5, 0.0, Scratch(), None, sinks)
+        self.spoiled: int | None = None  # the token of a step whose query holds NaN
         self.kernel = Kernel(self._attend, self._reshape_and_cache, "rows")
 
     def tokens(self, count: int, spread: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
@@ -70,6 +77,8 @@ class PagedDriver:
             first += count
         query, key, value = (torch.cat(part) for part in zip(*parts, strict=True))
         self.layer.write(self.cache, key, value, torch.cat(slots))
+        if self.spoiled is not None:
+            query[self.spoiled] = torch.nan
         is_prompt = [bool(prompts) if prompts is not None else count > 1 for _, count in work]
         batch = StepBatch.of(sequences, is_prompt, self.shape, self.settings, self._plan)
         output = torch.full_like(query, torch.nan)

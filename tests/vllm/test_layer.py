@@ -11,8 +11,7 @@ import torch
 
 from hybrid_kv.ops.native import engine_state
 from hybrid_kv.ops.native.paged_sketch import PagedSketch, SearchRange
-from hybrid_kv.ops.tail import Tail
-from hybrid_kv.vllm.moments import unread
+from hybrid_kv.ops.tail import AttendedSums, Tail
 from hybrid_kv.vllm.settings import VllmSettings
 from tests.vllm.paged import BLOCK, DIM, GROUP, HEADS, PagedDriver, PagedSequence, attention
 
@@ -81,7 +80,9 @@ def estimated(driver: PagedDriver, one: PagedSequence, query: torch.Tensor) -> t
     known = slice(first, first + tail.count)
     for name, moment in Tail.of(one.k[:, known], one.v[:, known]).tensors().items():
         torch.testing.assert_close(tail.tensors()[name], moment)
-    part, _ = unread(tail, q, scores, [own], scale, None)
+    sums = AttendedSums(torch.full(scores.shape[1:3], top_k), scores[0].sum(-1))
+    limit = scale * scores[0].amin(-1)
+    part = tail.attend(q[0], own.num_tokens, sums, limit, scale=scale)
     rest = part.without(found.float() @ one.v)
     logits = (scale * q[0] @ one.k.mT).masked_fill(~attended, -torch.inf)
     weights = torch.stack([logits.logsumexp(-1), rest.lse]).softmax(0)[..., None]
@@ -158,8 +159,39 @@ def test_a_sequence_whose_keys_are_not_finite_is_attended_as_a_whole() -> None:
     driver.cache.view(-1, DIM)[row] = torch.nan
     driver.layer.index.coded[:] = 0
     outputs = driver.step((one, 1), (other, 1))
-    near(outputs[0], one, driver.queries[0])
+    want = estimated(driver, one, driver.queries[0])
+    torch.testing.assert_close(outputs[0], want, atol=1e-5, rtol=1e-4)
     assert bool(outputs[1].isnan().any())
+
+
+def test_a_query_that_is_not_finite_spoils_no_other_sequence() -> None:
+    driver, one, other = PagedDriver(SMALL, num_blocks=400), PagedSequence(), PagedSequence()
+    driver.step((one, 2000))
+    driver.step((other, 1500))
+    driver.spoiled = 0
+    outputs = driver.step((one, 1), (other, 1))
+    want = estimated(driver, other, driver.queries[1])
+    torch.testing.assert_close(outputs[1], want, atol=1e-5, rtol=1e-4)
+    assert bool(outputs[0].isnan().any())
+
+
+def test_sinks_that_are_weights_take_their_share() -> None:
+    """Of contexts attended as a whole, and of searched ones; prompts are vLLM's."""
+    sinks = torch.linspace(-1.0, 6.0, HEADS * GROUP)
+    plain, driver = PagedDriver(SMALL, seed=8), PagedDriver(SMALL, seed=8, sinks=sinks)
+    for count in (40, 2300):
+        outputs = []
+        for own in (plain, driver):
+            one = PagedSequence()
+            own.step((one, count))
+            outputs += own.step((one, 1))
+        k = one.k.repeat_interleave(GROUP, 0)
+        lse = (DIM**-0.5 * driver.queries[0].transpose(0, 1) @ k.mT).logsumexp(-1)[:, 0]
+        share = (lse - sinks).sigmoid()[:, None]
+        # What is searched estimates the sum of weights of which the sinks take their share.
+        torch.testing.assert_close(
+            outputs[1], outputs[0] * share, atol=1e-5 if count == 40 else 2e-2, rtol=1e-4
+        )
 
 
 def test_other_memory_is_another_cache() -> None:

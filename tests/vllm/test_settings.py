@@ -92,9 +92,9 @@ def test_configurations_that_are_not_served(given: Any, error: Any, said: str) -
         check_config(config(**given))
 
 
-@pytest.mark.parametrize("given", ["alibi", "sinks", "shared_with"])
+@pytest.mark.parametrize("given", ["alibi", "shared_with"])
 def test_layers_that_are_not_served(given: str) -> None:
-    check_layer(None, None, None)
-    parts = dict.fromkeys(("alibi", "sinks", "shared_with")) | {given: "there"}
+    check_layer(None, None)
+    parts = dict.fromkeys(("alibi", "shared_with")) | {given: "there"}
     with pytest.raises(UnsupportedModelError, match="does not serve full attention with"):
-        check_layer(parts["alibi"], parts["sinks"], parts["shared_with"])
+        check_layer(parts["alibi"], parts["shared_with"])

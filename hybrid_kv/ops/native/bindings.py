@@ -18,7 +18,7 @@ from ctypes import (
     c_void_p,
 )
 
-ABI_VERSION = 21
+ABI_VERSION = 22
 OK = 0
 INVALID = 1
 NO_MEMORY = 2
@@ -310,6 +310,7 @@ class TailStruct(Structure):
         ("key_value", c_void_p),
         ("clusters", c_int64),
         ("first_order", c_int32),
+        ("entries", c_int64),
     )
 
 

@@ -136,15 +136,11 @@ class PagedSketch:
         """
         num, heads, group, _ = queries.shape
         width = max(one.top_k for one in searched)
-        tiers, described = self._describe(num)
-        for place, one in enumerate(searched):
-            self._place(tiers, place, one)
-            for head in range(place * heads, (place + 1) * heads):
-                described.structs[head].num_rerank = max(one.num_rerank, one.top_k)
+        structs = self.describe(searched)
         ids = torch.empty((num, heads, group, width), dtype=torch.int64)
         scores = torch.empty((num, heads, group, width))
         status = self._engine.hkv_sketch_search(
-            *(pool_handle(pool), num * heads, described.structs, queries.data_ptr(), group, width),
+            *(pool_handle(pool), num * heads, structs, queries.data_ptr(), group, width),
             *(ids.data_ptr(), scores.data_ptr(), None, None),
         )
         library.check(self._engine, status)
@@ -153,6 +149,16 @@ class PagedSketch:
                 ids[place, :, :, one.top_k :] = -1
                 scores[place, :, :, one.top_k :] = -torch.inf
         return ids, scores
+
+    def describe(self, searched: Sequence[SearchRange]) -> ctypes.Array[SketchHeadStruct]:
+        """The engine's descriptors of what some sequences search, [S * Hkv], until the next call."""
+        heads = len(self.maps)
+        tiers, described = self._describe(len(searched))
+        for place, one in enumerate(searched):
+            self._place(tiers, place, one)
+            for head in range(place * heads, (place + 1) * heads):
+                described.structs[head].num_rerank = max(one.num_rerank, one.top_k)
+        return described.structs
 
     @property
     def bytes_per_token(self) -> int:

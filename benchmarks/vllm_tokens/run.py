@@ -1,0 +1,160 @@
+"""Are the greedy tokens of vLLM with hybrid_kv those of vLLM alone, and answers those of `load`?
+
+    python benchmarks/vllm_tokens/models.py FOLDER         # with the project's Python
+    python benchmarks/vllm_tokens/run.py FOLDER            # where vLLM is installed
+    python benchmarks/vllm_tokens/run.py FOLDER --models needle --budget 2%
+
+At budget "all" every request's tokens are compared, of both engines in float32. Of needle at another
+budget the answers to questions are compared with those of our own runtime at that budget. Stdout is one
+JSON document.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import sys
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+os.environ |= {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_CPU_KVCACHE_SPACE": "2",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
+
+import torch  # noqa: E402
+
+from benchmarks.vllm_tokens.models import RANDOM  # noqa: E402
+from hybrid_kv.report.compact import compact  # noqa: E402
+
+CONTEXTS, RECORDS, QUESTIONS = (6144, 8192, 12288), 64, 10
+SINKS, WINDOW = 16, 256
+
+
+def engine(folder: Path, settings: dict[str, Any] | None, longest: int) -> Any:
+    from vllm import LLM
+
+    extra = {} if settings is None else {"additional_config": {"hybrid_kv": settings}}
+    return LLM(
+        model=str(folder),
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        dtype="float32",
+        max_model_len=longest,
+        max_num_batched_tokens=2048,
+        max_num_seqs=32,
+        block_size=128,
+        **extra,
+    )
+
+
+def answers(llm: Any, prompts: list[list[int]], counts: list[int]) -> list[list[int]]:
+    """Greedy tokens of requests that all wait at once."""
+    from vllm import SamplingParams
+
+    plain = {"temperature": 0, "ignore_eos": True, "detokenize": False}
+    params = [SamplingParams(max_tokens=count, **plain) for count in counts]
+    asked = [{"prompt_token_ids": ids} for ids in prompts]
+    outputs = llm.generate(asked, params, use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def requests(number: int, vocab: int, longest: int) -> tuple[list[list[int]], list[int]]:
+    """Random prompts, most of them short, and how many tokens are asked of each."""
+    draw = random.Random(number)
+    lengths = [draw.randint(1, draw.choice((64, longest // 3, longest))) for _ in range(number)]
+    prompts = [[draw.randrange(vocab) for _ in range(length)] for length in lengths]
+    return prompts, [draw.randint(4, 24) for _ in lengths]
+
+
+def compare(name: str, folder: Path, number: int, longest: int) -> dict[str, Any]:
+    """One row: tokens of both engines."""
+    vocab = json.loads((folder / "config.json").read_text())["vocab_size"]
+    prompts, counts = requests(number, vocab, longest)
+    found = [
+        answers(engine(folder, settings, longest + 64), prompts, counts)
+        for settings in (None, {"budget": "all"})
+    ]
+    equal = sum(stock == ours for stock, ours in zip(*found, strict=True))
+    return {
+        "model": name,
+        "requests": number,
+        "prompt_tokens": sum(map(len, prompts)),
+        "tokens": sum(counts),
+        "different_answers": len({tuple(one) for one in found[0]}),
+        "equal_requests": equal,
+    }
+
+
+def ask_needle(folder: Path, budget: str, task: str, context: int) -> dict[str, Any]:
+    """One row: answers to questions about one haystack, of vLLM with hybrid_kv and of `load`."""
+    import hybrid_kv as hkv
+    from benchmarks.common.accuracy import answer
+    from hybrid_kv.config import budget_tokens
+    from hybrid_kv.eval import prefilled
+    from hybrid_kv.eval.needle import is_correct, make_sample
+
+    sample = make_sample(task, context, num_records=RECORDS, num_questions=QUESTIONS, seed=context)
+    text = sample.context.tolist()
+    prompts = [text + list(one.ids) for one in sample.questions]
+    counts = [len(one.answer) for one in sample.questions]
+    settings = {"budget": budget, "sink_tokens": SINKS, "window_tokens": WINDOW}
+    alone, beside = (
+        answers(engine(folder, how, context + 256), prompts, counts) for how in (None, settings)
+    )
+    config = hkv.HybridConfig(
+        method="retrieval_attention",
+        sink_tokens=SINKS,
+        window_tokens=WINDOW,
+        dense_extend_tokens=256,
+        cold={"top_k": budget_tokens(budget, context), "index": {"kind": "sketch"}},
+    )
+    with hkv.load(str(folder), dtype="float32") as llm:
+        prompt = prefilled.prefill(llm.runtime, sample.context, config.build().needs)
+        cache = prefilled.open_cache(llm.runtime, config, prompt)
+        own = [answer(llm.runtime, cache, question) for question in sample.questions]
+    right = {
+        f"{who}_right": sum(map(is_correct, sample.questions, given))
+        for who, given in (("vllm", alone), ("vllm_hybrid", beside), ("load", own))
+    }
+    same = sum(a == b for a, b in zip(beside, own, strict=True))
+    return {"task": task, "context": context, "budget": budget, "asked": len(own), **right,
+            "equal_answers": same}  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("folder", type=Path, help="where models.py has written")
+    parser.add_argument("--models", default=",".join([*RANDOM, "smollm2"]))
+    parser.add_argument("--requests", type=int, default=200)
+    parser.add_argument("--longest", type=int, default=1500, help="tokens of a prompt")
+    parser.add_argument("--budget", default="all", help="of needle alone, if it is another one")
+    parser.add_argument("--contexts", default=",".join(map(str, CONTEXTS)), help="of needle")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    from hybrid_kv.vllm.plugin import register
+
+    register()
+    rows = []
+    for name in options.models.split(","):
+        begin, folder = perf_counter(), options.folder / name
+        if name == "needle" and options.budget != "all":
+            for context in map(int, options.contexts.split(",")):
+                for task in ("key_value", "multi_query"):
+                    rows.append(ask_needle(folder, options.budget, task, context))
+                    print(rows[-1], file=sys.stderr)
+        else:
+            rows.append(compare(name, folder, options.requests, options.longest))
+            print(rows[-1], f"{perf_counter() - begin:.0f} s", file=sys.stderr)
+    print(compact({"benchmark": "vllm_tokens", "budget": options.budget, "rows": rows}))
+
+
+if __name__ == "__main__":
+    main()
