@@ -1,6 +1,6 @@
 """Checkpoints that vLLM loads: small random ones, the shipped needle model, and SmolLM2.
 
-    python benchmarks/vllm_tokens/models.py FOLDER   # with the project's Python: FOLDER/NAME of each
+    python benchmarks/vllm_tokens/models.py FOLDER   # with the project's Python
 
 Random weights are so large that tokens depend on what is attended.
 """

@@ -4,8 +4,8 @@
     python benchmarks/vllm_tokens/run.py FOLDER            # where vLLM is installed
     python benchmarks/vllm_tokens/run.py FOLDER --models needle --budget 2%
 
-At budget "all" every request's tokens are compared, of both engines in float32. Of needle at another
-budget the answers to questions are compared with those of our own runtime at that budget. Stdout is one
+At budget "all" every request's tokens are compared, of both engines in float32. Of needle at
+another budget the answers to questions are compared with those of our own runtime. Stdout is one
 JSON document.
 """
 

@@ -116,7 +116,7 @@ class HybridImpl(CPUAttentionBackendImpl):
         if self.attn_type != AttentionType.DECODER or self.sliding_window != -1:
             return
         check_layer(self.alibi_slopes, self.kv_sharing_target_layer_name)
-        how = self.num_heads, self.scale, self.logits_soft_cap
+        how = self.scale, self.logits_soft_cap
         self.hybrid = PagedLayer(*how, _scratch(), _pool(), self.sinks)
 
     def do_kv_cache_update(

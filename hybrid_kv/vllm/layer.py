@@ -57,7 +57,7 @@ class PagedLayer:
     """Attention of one layer over vLLM's blocks, and the index of its keys.
 
     Args:
-        num_heads: query heads. scale, softcap: what turns a dot product into a logit.
+        scale, softcap: what turns a dot product into a logit.
         scratch: shared by the layers of a process.
         pool: the engine's threads; None for the calling one.
         sinks: [Hq] logits that take a share and have no value (gpt-oss); None for none.
@@ -65,14 +65,13 @@ class PagedLayer:
 
     def __init__(
         self,
-        num_heads: int,
         scale: float,
         softcap: float,
         scratch: Scratch,
         pool: Pool | None,
         sinks: Tensor | None = None,
     ) -> None:
-        self._num_heads, self._scale, self._softcap = num_heads, scale, softcap or None
+        self._how: dict[str, Any] = {"scale": scale, "softcap": softcap or None, "pool": pool}
         self._scratch, self._pool, self._sinks = scratch, pool, sinks
         self._index: PagedSketch | None = None
         self._queries, self._place = torch.empty(0), 0  # the latest, and the next one's place
@@ -196,8 +195,7 @@ class PagedLayer:
         if self._index is not None and steps:
             tokens = decodes.tokens[places]
             own_queries = query[tokens].unflatten(1, (batch.shape.num_kv_heads, -1))
-            how: dict[str, Any] = {"scale": self._scale, "softcap": self._softcap, "pool": self._pool}
-            part, failed = self._steps.attend(own_queries, steps, self._index, **how)
+            part, failed = self._steps.attend(own_queries, steps, self._index, **self._how)
             output[tokens] = self._finished(part).to(output.dtype)
             whole |= {places[at] for at in failed}
         for place in sorted(whole):
@@ -222,8 +220,7 @@ class PagedLayer:
     ) -> None:
         own = query[one.begin].view(batch.shape.num_kv_heads, -1, query.shape[-1])
         pieces = batch.shape.pieces(one.table, 0, one.length)
-        how: dict[str, Any] = {"scale": self._scale, "softcap": self._softcap, "pool": self._pool}
-        part = _merged(self._paged.attend(own.contiguous(), pieces, **how))
+        part = _merged(self._paged.attend(own.contiguous(), pieces, **self._how))
         output[one.begin] = self._finished(part).to(output.dtype)
 
     def _follow(self, blocks: Tensor) -> None:

@@ -44,7 +44,7 @@ class PagedDriver:
         self.settings, self.shape = settings, CacheShape(HEADS, BLOCK)
         self.cache = torch.full((num_blocks, HEADS, 2, BLOCK, DIM), torch.nan)
         self.free = torch.randperm(num_blocks, generator=self.random).tolist()
-        self.layer = PagedLayer(HEADS * GROUP, DIM**-0.5, 0.0, Scratch(), None, sinks)
+        self.layer = PagedLayer(DIM**-0.5, 0.0, Scratch(), None, sinks)
         self.spoiled: int | None = None  # the token of a step whose query holds NaN
         self.kernel = Kernel(self._attend, self._reshape_and_cache, "rows")
 

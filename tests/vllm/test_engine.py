@@ -22,50 +22,21 @@ os.environ |= {
     "VLLM_LOGGING_LEVEL": "ERROR",
 }
 
-from transformers import Gemma3TextConfig, LlamaConfig, Qwen3Config
 from vllm import LLM, SamplingParams
 
+from benchmarks.vllm_tokens.models import RANDOM, VOCAB, save_random
 from hybrid_kv.errors import ConfigError
 from hybrid_kv.vllm.plugin import register
 
 register()  # as vLLM does where the package is installed
 
-VOCAB = 512
-SIZES = {
-    "hidden_size": 384,
-    "intermediate_size": 256,
-    "num_hidden_layers": 2,
-    "vocab_size": VOCAB,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "max_position_embeddings": 8192,
-    "initializer_range": 0.15,  # so that tokens depend on what is attended
-    "tie_word_embeddings": False,
-    "dtype": "float32",
-}
-MODELS = {
-    "llama": (LlamaConfig, "LlamaForCausalLM", {}),
-    "qwen3": (Qwen3Config, "Qwen3ForCausalLM", {}),
-    "gemma": (
-        Gemma3TextConfig,
-        "Gemma3ForCausalLM",
-        {"sliding_window": 256, "layer_types": ["sliding_attention", "full_attention"]},
-    ),
-}
-
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Small random models, whose weights are saved: vLLM's own random ones say the same token."""
-    import transformers
-
-    made = {}
-    for name, (config, architecture, more) in MODELS.items():
-        torch.manual_seed(0)
-        made[name] = tmp_path_factory.mktemp(name)
-        model = getattr(transformers, architecture)(config(**SIZES, **more))
-        model.save_pretrained(made[name])
+    made = {name: tmp_path_factory.mktemp(name) for name in RANDOM}
+    for name, folder in made.items():
+        save_random(name, folder)
     return made
 
 
@@ -97,7 +68,7 @@ def tokens(llm: LLM, asked: list[Any], count: int = 16, **sampling: Any) -> list
 LENGTHS = [5, 31, 32, 300, 513, 1100, 77, 2000]
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", RANDOM)
 def test_tokens_are_vllms_where_all_is_attended(folders: dict[str, Path], name: str) -> None:
     asked = prompts(LENGTHS * 3)
     stock = tokens(engine(folders[name], None), asked)

@@ -151,7 +151,7 @@ class PagedSketch:
         return ids, scores
 
     def describe(self, searched: Sequence[SearchRange]) -> ctypes.Array[SketchHeadStruct]:
-        """The engine's descriptors of what some sequences search, [S * Hkv], until the next call."""
+        """The engine's descriptors of some searches, [S * Hkv], until the next call."""
         heads = len(self.maps)
         tiers, described = self._describe(len(searched))
         for place, one in enumerate(searched):

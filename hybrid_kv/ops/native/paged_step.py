@@ -3,6 +3,8 @@
     sinks, window  ─► slices of blocks, attended whole ─┐
     the rest       ─► search by sketch ─► found rows    ├► one output
                       moments ─────────► the unread    ─┘
+
+Descriptors are made once; a step changes what is new in them.
 """
 
 from __future__ import annotations
@@ -162,9 +164,7 @@ class _Place:
         self._keeps: object = heads
         self._tail: Tail | None = None
 
-    def take(
-        self, one: PagedDecode, group: int, heads: int, near: ctypes.Array[KVStruct]
-    ) -> None:
+    def take(self, one: PagedDecode, group: int, heads: int, near: ctypes.Array[KVStruct]) -> None:
         """Tells of the next step; heads: address of the descriptors of what it searches."""
         self.layer.num_queries = group
         self.layer.whole, self.layer.num_whole = near, len(near)
