@@ -22,7 +22,7 @@ from hybrid_kv.errors import ConfigError
 from hybrid_kv.former import FORMER
 from hybrid_kv.plugin import INDEXES, METHODS, Index, Method
 
-PUBLIC_NAMES, MODULES, SETTINGS = 12, 43, 21
+PUBLIC_NAMES, MODULES, SETTINGS = 12, 42, 21
 
 
 def test_the_package_has_few_names() -> None:
@@ -69,7 +69,7 @@ def test_a_configuration_loads_what_it_names() -> None:
     loaded = json.loads(run.stdout)
     assert len(loaded) <= MODULES, loaded
     methods = {name for name in loaded if name.startswith("hybrid_kv.methods.")}
-    assert methods == {f"hybrid_kv.methods.{own}" for own in ("budget", "hybrid", "retrieval")}
+    assert methods == {f"hybrid_kv.methods.{own}" for own in ("budget", "retrieval")}
 
 
 def test_hybrid_has_few_settings_and_each_can_be_set_as_it_is_printed() -> None:

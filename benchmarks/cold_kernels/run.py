@@ -24,10 +24,10 @@ from hybrid_kv.config import parse_count
 from hybrid_kv.ops import reference_pages
 from hybrid_kv.ops.host_memory import host_array
 from hybrid_kv.ops.native.attend import RetrievedAttention
-from hybrid_kv.ops.native.flat import FlatScan, stream
 from hybrid_kv.ops.native.library import Pool
 from hybrid_kv.ops.native.pages import PageDigests
 from hybrid_kv.ops.native.rows import QuantisedKeys
+from hybrid_kv.ops.native.scans import FlatScan, stream
 from hybrid_kv.report.compact import compact
 from hybrid_kv.report.environment import probe_environment
 

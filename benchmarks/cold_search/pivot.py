@@ -18,8 +18,7 @@ import torch
 from benchmarks.cold_search.engines import Own
 from benchmarks.cold_search.heads import Prompt
 from hybrid_kv.index import _graph_learner as graph_learner
-from hybrid_kv.ops.graph_lists import pack_lists
-from hybrid_kv.ops.key_graph import KeyGraph
+from hybrid_kv.ops.key_graph import KeyGraph, pack_lists
 
 DEGREE = 64
 """Half for what queries say, half for what keys find; the length of our own graph's lists."""

@@ -26,10 +26,9 @@ from torch import Tensor
 
 from hybrid_kv.config import parse_count
 from hybrid_kv.ops.host_memory import host_array
-from hybrid_kv.ops.native.flat import FlatScan, stream
 from hybrid_kv.ops.native.library import engine_state
 from hybrid_kv.ops.native.rows import QuantisedKeys
-from hybrid_kv.ops.native.sketch import SketchSearcher, SketchTier
+from hybrid_kv.ops.native.scans import FlatScan, SketchSearcher, SketchTier, stream
 from hybrid_kv.ops.sketch_codes import SketchMap, SketchPlan, pack_tiers
 from hybrid_kv.report.compact import compact
 from hybrid_kv.report.environment import probe_environment

@@ -31,7 +31,7 @@ from hybrid_kv.config import HybridConfig, parse_count  # noqa: E402
 from hybrid_kv.methods.codec import Codec  # noqa: E402
 from hybrid_kv.methods.evicting import Evicting  # noqa: E402
 from hybrid_kv.methods.h2o import Following  # noqa: E402
-from hybrid_kv.methods.kivi import Kivi  # noqa: E402
+from hybrid_kv.methods.low_bits import Kivi  # noqa: E402
 from hybrid_kv.methods.low_rank import ThinK  # noqa: E402
 from hybrid_kv.methods.retrieval import RetrievalAttention  # noqa: E402
 from hybrid_kv.methods.tidal_decode import TidalDecode  # noqa: E402

@@ -25,9 +25,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from hybrid_kv.ops.native import linear
-from hybrid_kv.ops.native.flat import stream
 from hybrid_kv.ops.native.library import Pool
 from hybrid_kv.ops.native.packed import PACKED_KINDS, PackedWeight, packed_linear
+from hybrid_kv.ops.native.scans import stream
 from hybrid_kv.report.compact import compact
 from hybrid_kv.report.environment import probe_environment
 

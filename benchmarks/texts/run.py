@@ -36,14 +36,13 @@ from torch import Tensor
 import hybrid_kv as hkv
 from benchmarks.texts.make import TEXTS, Text
 from hybrid_kv.config import HybridConfig
-from hybrid_kv.contest.cases import FULL, EvalCase, contenders
+from hybrid_kv.contest.arguments import FULL, EvalCase, contenders
 from hybrid_kv.contest.measure import EvalTarget, reading
 from hybrid_kv.contest.prompts import Prompt, PromptBuilder
 from hybrid_kv.contest.shared import SharedPrompt
 from hybrid_kv.eval.prefilled import PrefilledPrompt
 from hybrid_kv.ops.tail import moments_bytes
-from hybrid_kv.planning.model_facts import model_facts
-from hybrid_kv.planning.plan import ModelFacts
+from hybrid_kv.planning.plan import ModelFacts, model_facts
 from hybrid_kv.types import Needs
 
 MODEL = "smollm2"

@@ -199,7 +199,7 @@ def _arguments(model: str, asked: ContestOptions, options: ContestModelOptions) 
 
 
 def _each(text: str | None) -> tuple[str, ...] | None:
-    from hybrid_kv.contest.cases import split_outside_quotes
+    from hybrid_kv.contest.arguments import split_outside_quotes
 
     if text is None:
         return None
@@ -248,7 +248,7 @@ def _measured(contest: Evaluation, folder: ResultsFolder, output: OutputOptions)
 
 def _print(report: EvalReport, folder: Path, output: OutputOptions) -> None:
     from hybrid_kv.cli.display import Column, console, note, print_columns
-    from hybrid_kv.report.evaluation_tables import sheets
+    from hybrid_kv.report.evaluation import sheets
 
     if output.json_only:
         return
@@ -272,7 +272,7 @@ def _print(report: EvalReport, folder: Path, output: OutputOptions) -> None:
 def _progress(output: OutputOptions) -> Iterator[Told | None]:
     """A bar with the time left, on a terminal; else a line for each context."""
     from hybrid_kv.cli.display import console, human_seconds, note
-    from hybrid_kv.report.evaluation_tables import short_count
+    from hybrid_kv.report.evaluation import short_count
 
     if output.quiet:
         yield None

@@ -8,14 +8,13 @@ from typing import Any
 from hybrid_kv.cli.files import write_report
 from hybrid_kv.cli.options import OutputOptions
 from hybrid_kv.contest.arguments import EvalArguments
-from hybrid_kv.contest.evaluation import Evaluation
+from hybrid_kv.contest.evaluation import Evaluation, rows_of
 from hybrid_kv.contest.folder import ResultsFolder
 from hybrid_kv.contest.prompts import text_digest
-from hybrid_kv.contest.statistics import rows_of
 from hybrid_kv.models.load import resolve_device
 from hybrid_kv.report import Environment
 from hybrid_kv.report.environment import probe_cpu
-from hybrid_kv.report.evaluation_tables import to_csv
+from hybrid_kv.report.evaluation import to_csv
 from hybrid_kv.report.files import write_file
 from hybrid_kv.report.html.evaluation_page import render_evaluation
 from hybrid_kv.report.schema import EvalReport, to_json

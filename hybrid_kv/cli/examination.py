@@ -14,7 +14,7 @@ from hybrid_kv.config import HybridConfig
 from hybrid_kv.errors import BackendUnavailable, ConfigError
 from hybrid_kv.models.few_tokens import try_products
 from hybrid_kv.models.load import NEEDLE_PATH, resolve_device
-from hybrid_kv.models.widening import MIN_TOKENS, MOST_TOKENS, trial
+from hybrid_kv.models.prompt_layers import MIN_TOKENS, MOST_TOKENS, trial
 from hybrid_kv.ops.devices import backends_on
 from hybrid_kv.ops.dispatch import get_ops
 from hybrid_kv.ops.host_memory import free_memory
@@ -22,8 +22,7 @@ from hybrid_kv.ops.native.library import engine_state
 from hybrid_kv.ops.native.packed import INSTRUCTIONS, PACKED_KINDS
 from hybrid_kv.ops.operations import BACKENDS, OPS, choose_backend, why_unavailable
 from hybrid_kv.ops.pinned import lock_limit_bytes, why_not_pinned
-from hybrid_kv.planning.model_facts import model_facts
-from hybrid_kv.planning.plan import ModelFacts
+from hybrid_kv.planning.plan import ModelFacts, model_facts
 from hybrid_kv.planning.rates import Rates, measure_rates
 from hybrid_kv.report import probe_environment
 from hybrid_kv.report.environment import PACKAGES, installed_version

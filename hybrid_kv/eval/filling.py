@@ -28,9 +28,9 @@ from hybrid_kv.models.cache_layers import HybridLayer
 from hybrid_kv.models.cache_state import is_fixed
 from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.ops.native import engine_state
-from hybrid_kv.ops.native.flat import FlatScan
 from hybrid_kv.ops.native.library import pool_here
 from hybrid_kv.ops.native.rows import QuantisedKeys
+from hybrid_kv.ops.native.scans import FlatScan
 from hybrid_kv.plugins import Method
 from hybrid_kv.runtime import KVCache, LayerCache
 from hybrid_kv.runtime.cache_context import CacheContext

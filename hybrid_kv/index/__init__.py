@@ -14,7 +14,7 @@ BUILT_IN = {
     "lsh": "hashing",
     "pages": "pages",
     "pca": "projections",
-    "pq": "pq",
+    "pq": "projections",
     "query_channels": "projections",
     "query_lists": "clusters",
     "sketch": "sketch",

@@ -26,12 +26,10 @@ from hybrid_kv.index._sketch_learn import SketchLearner, SketchReport
 from hybrid_kv.index._trial import HeadReport
 from hybrid_kv.index.flat import num_candidates
 from hybrid_kv.ops.host_memory import host_array
-from hybrid_kv.ops.native import engine_state
-from hybrid_kv.ops.native import flat as native_flat
-from hybrid_kv.ops.native.flat import FlatScan
+from hybrid_kv.ops.native import engine_state, scans
 from hybrid_kv.ops.native.library import default_pool, pool_here
 from hybrid_kv.ops.native.rows import QuantisedKeys
-from hybrid_kv.ops.native.sketch import SketchSearcher
+from hybrid_kv.ops.native.scans import FlatScan, SketchSearcher
 
 if TYPE_CHECKING:
     from hybrid_kv.ops.key_graph import KeyGraph
@@ -128,13 +126,13 @@ def decoding_pace() -> SearchRate:
     array = host_array([_STREAMED_BYTES], torch.uint8).fill_(1)
     parts = array.chunk(threads)
     with ThreadPoolExecutor(threads) as readers:
-        list(readers.map(native_flat.stream, parts))  # starts the threads
+        list(readers.map(scans.stream, parts))  # starts the threads
         times = [max(readers.map(_streaming_s, parts)) for _ in range(_STREAMS)]
     return SearchRate(threads, _STREAMED_BYTES / median(times))
 
 
 def _streaming_s(part: torch.Tensor) -> float:
-    return work_s(partial(native_flat.stream, part))
+    return work_s(partial(scans.stream, part))
 
 
 # Whether a graph pays ---------------------------------------------------------------------------
@@ -241,7 +239,7 @@ def measured(
         # A part before each: what comes right behind it pays for more than its own bytes.
         for (name, trial), part in zip(trials.items(), others, strict=True):
             if part.numel():
-                native_flat.stream(part)
+                scans.stream(part)
             head = name[1]
             search: Callable[[], Any] = partial(trial.search, position[head : head + 1])
             times[name].append(work_s(search))

@@ -29,8 +29,7 @@ from hybrid_kv.index._trial import (
     run_trials,
 )
 from hybrid_kv.ops.key_graph import BuildParams, KeyGraph
-from hybrid_kv.ops.native import engine_state
-from hybrid_kv.ops.native import flat as native_flat
+from hybrid_kv.ops.native import engine_state, scans
 from hybrid_kv.ops.native.graph import GraphSearcher, project
 from hybrid_kv.ops.native.library import default_pool, pool_here
 from hybrid_kv.ops.native.rows import DTYPES, QuantisedKeys, is_readable
@@ -294,7 +293,7 @@ class _HeadEngine:
         self._sketch = None if sketch is None else TierSearcher([keys], [sketch.tiers])
         self._num_later = 0 if sketch is None else len(keys) - sketch.count
         self._quantised = _quantise(keys[None], with_blocks=True)
-        self._scan = native_flat.FlatScan(keys[None], self._quantised)
+        self._scan = scans.FlatScan(keys[None], self._quantised)
 
     def lists(self, queries: Tensor, count: int) -> Tensor:
         if self._sketch is None:

@@ -18,9 +18,9 @@ from torch import Tensor
 from hybrid_kv.index._graph_learner import BEAMS, DRIFT, Searcher, beam_search, promised
 from hybrid_kv.index._trial import Goal, HeadReport, HeldOut, Trial, choose, run_trials
 from hybrid_kv.ops.key_graph import BuildParams
-from hybrid_kv.ops.native.flat import FlatScan
 from hybrid_kv.ops.native.graph import GraphSearcher, extend
 from hybrid_kv.ops.native.library import pool_here
+from hybrid_kv.ops.native.scans import FlatScan
 
 _CHECKED = 16
 """Positions that are held out of the links, to check them."""

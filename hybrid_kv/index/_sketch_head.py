@@ -344,7 +344,7 @@ def _module() -> Any:
         from hybrid_kv.ops.portable import sketch as portable
 
         return portable
-    from hybrid_kv.ops.native import sketch as native
+    from hybrid_kv.ops.native import scans as native
 
     return native
 

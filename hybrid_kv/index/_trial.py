@@ -18,7 +18,6 @@ from torch import Tensor
 
 from hybrid_kv import config
 from hybrid_kv.index._base import SavedReport
-from hybrid_kv.ops.graph_lists import list_bytes
 from hybrid_kv.rotary import horizon_shares
 
 _ROW_ALIGNMENT = 64
@@ -63,6 +62,8 @@ class GraphParams(config.Params):
 
 def bytes_per_key(params: Any, num_keys: int, head_dim: int) -> int:
     """See `Index.bytes_per_key`."""
+    from hybrid_kv.ops.key_graph import list_bytes
+
     codes = -(-head_dim // _ROW_ALIGNMENT) * _ROW_ALIGNMENT + 1
     if num_keys < params.min_keys:
         return codes

@@ -15,8 +15,8 @@ from torch import Tensor
 from hybrid_kv import config
 from hybrid_kv.index._base import KeyIndex, rank, scan
 from hybrid_kv.index._trial import HeadReport
-from hybrid_kv.ops.native import flat as native_flat
 from hybrid_kv.ops.native import rows as native_rows
+from hybrid_kv.ops.native import scans
 from hybrid_kv.ops.native.library import default_pool, engine, here, pool_here
 from hybrid_kv.ops.native.step import EngineSearch
 from hybrid_kv.plugins import INDEXES
@@ -161,7 +161,7 @@ class _StoredScan:
     memory_bytes = 0
 
     def rebuild(self, keys: Tensor) -> None:
-        self._scan = native_flat.FlatScan(_readable(keys))
+        self._scan = scans.FlatScan(_readable(keys))
 
     def append(self, keys: Tensor) -> None:
         self._scan.follow(_readable(keys))
@@ -190,7 +190,7 @@ class _Int8Scan:
         keys = _readable(keys)
         self._quantised = native_rows.QuantisedKeys(keys.shape[0], keys.shape[2])
         self._quantised.build(keys, pool_here())
-        self._scan = native_flat.FlatScan(keys, self._quantised)
+        self._scan = scans.FlatScan(keys, self._quantised)
         self._built = keys.shape[1]
 
     def append(self, keys: Tensor) -> None:

@@ -20,7 +20,7 @@ from hybrid_kv.config import LayerList, MethodConfig
 from hybrid_kv.config import Params as BaseParams
 from hybrid_kv.entries import Entries
 from hybrid_kv.errors import ConfigError, MethodError
-from hybrid_kv.methods.kivi import Kivi
+from hybrid_kv.methods.low_bits import Kivi
 from hybrid_kv.methods.low_rank import ThinK
 from hybrid_kv.methods.snapkv import SnapKV, ZipVL
 from hybrid_kv.plugins import METHODS, Method, Placement

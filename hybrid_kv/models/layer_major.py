@@ -26,12 +26,12 @@ from transformers import PreTrainedModel
 from hybrid_kv.errors import ConfigError
 from hybrid_kv.models.forwards import outside_graphs, pass_on, replaced
 from hybrid_kv.models.hf_cache import TieredCache
-from hybrid_kv.models.widening import MIN_TOKENS, widened, widened_bytes
+from hybrid_kv.models.prompt_layers import MIN_TOKENS, widened, widened_bytes
 from hybrid_kv.store.memory import allocate
 from hybrid_kv.types import bytes_per_token
 
 if TYPE_CHECKING:
-    from hybrid_kv.models.last_rows import LastRows
+    from hybrid_kv.models.prompt_layers import LastRows
 
 _MIN_CHUNK, _MAX_CHUNK = 256, 4096
 _Forward: TypeAlias = Callable[..., Any]
@@ -210,7 +210,7 @@ class LayerMajorPrefill:
         if self._asked is None or self._stack is None or module is not self._stack[1][-1]:
             return nullcontext()
         if self._last is None:
-            from hybrid_kv.models.last_rows import LastRows
+            from hybrid_kv.models.prompt_layers import LastRows
 
             model = self._model()
             assert model is not None  # whose forward this is

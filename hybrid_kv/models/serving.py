@@ -183,7 +183,7 @@ class Serving:
         in_place = inputs.get("inputs_embeds") is None and not records
         asked = None
         if not records and "logits_to_keep" in inputs:
-            from hybrid_kv.models.last_rows import rows_asked
+            from hybrid_kv.models.prompt_layers import rows_asked
 
             asked = rows_asked(module, inputs)
         return self._prefill.serving(cache, shape, in_place=in_place, asked=asked)

@@ -1,4 +1,4 @@
-"""Graph over one head's keys: its parts, for the engine and for its oracle in the tests.
+"""Graph over one head's keys: its parts and the layout of its lists, for engine and oracle.
 
 The graph follows RoarGraph (Chen et al., VLDB 2024) in learning from queries, and HNSW's heuristic
 (Malkov & Yashunin, 2018) in pruning; neighbours are chosen by co-visit: the keys that the same
@@ -11,11 +11,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from hybrid_kv.errors import ConfigError, ShapeError
-from hybrid_kv.ops.graph_lists import list_bytes, num_slots, unpack_lists
 
 MAX_DEGREE = 256
 MAX_BEAM = 2**20
@@ -126,6 +126,70 @@ def num_ranked(top_k: int) -> int:
     8 bits put few of the best keys further down than that, but near the end they swap many.
     """
     return top_k + max(32, top_k // 2)
+
+
+# Layout of a graph's neighbours in memory and in files --------------------------------------------
+#
+# A list has a slot for each of `degree` neighbours, rounded up to 16. First come the low 16 bits of
+# all slots, little-endian, then one plane for every higher bit that node numbers need: bit i of
+# plane p, counted from the lowest bit of its first byte, is bit 16 + p of slot i. Slots without a
+# neighbour name the node itself, which a search has always visited by then. A list is filled with
+# zeros to whole cache lines where that adds at most an eighth, else to a multiple of 8 bytes. This
+# is the oracle of the engine's `native/src/graph_lists.h`.
+
+_SLOTS = 16
+_LOW_BITS = 16
+
+
+def num_slots(degree: int) -> int:
+    """Places for neighbours in a packed list."""
+    return -(-degree // _SLOTS) * _SLOTS
+
+
+def num_planes(num_nodes: int) -> int:
+    """Bits of a node's number beyond the first 16."""
+    return max(0, (num_nodes - 1).bit_length() - _LOW_BITS)
+
+
+def list_bytes(degree: int, num_nodes: int) -> int:
+    """Bytes of a packed list."""
+    used = num_slots(degree) * (16 + num_planes(num_nodes)) // 8
+    lines, words = -(-used // 64) * 64, -(-used // 8) * 8
+    return lines if 8 * lines <= 9 * used else words
+
+
+def pack_lists(neighbours: Tensor) -> Tensor:
+    """[num_nodes, list_bytes] uint8 of neighbours [num_nodes, degree] int32, -1 for none."""
+    nodes, degree = neighbours.shape
+    slots = np.tile(np.arange(nodes, dtype=np.int32)[:, None], num_slots(degree))
+    given = neighbours.numpy()
+    slots[:, :degree] = np.where(given < 0, slots[:, :degree], given)
+    packed = np.zeros((nodes, list_bytes(degree, nodes)), np.uint8)
+    at = 2 * slots.shape[1]
+    packed[:, :at] = slots.astype("<u2").view(np.uint8)
+    for plane in range(num_planes(nodes)):
+        bits = np.packbits(slots >> (_LOW_BITS + plane) & 1, axis=1, bitorder="little")
+        packed[:, at : at + bits.shape[1]] = bits
+        at += bits.shape[1]
+    return torch.from_numpy(packed)
+
+
+def unpack_lists(lists: Tensor, degree: int) -> Tensor:
+    """[num_nodes, degree] int32 of what `pack_lists` gives; -1 for none, wherever it stood."""
+    nodes, at = len(lists), 2 * num_slots(degree)
+    packed = lists.numpy()
+    found = np.ascontiguousarray(packed[:, :at]).view("<u2").astype(np.int32)
+    for plane in range(num_planes(nodes)):
+        bits = packed[:, at : at + found.shape[1] // 8]
+        found |= np.unpackbits(bits, axis=1, bitorder="little").astype(np.int32) << (
+            _LOW_BITS + plane
+        )
+        at += found.shape[1] // 8
+    found = found[:, :degree]
+    return torch.from_numpy(np.where(found == np.arange(nodes)[:, None], np.int32(-1), found))
+
+
+# Checks -------------------------------------------------------------------------------------------
 
 
 def check_params(params: BuildParams) -> None:

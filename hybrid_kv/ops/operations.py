@@ -117,11 +117,11 @@ ATTEND = _Attention("attend", _native("suited"), *_FUSED, _defined())
 ATTEND_VISIBLE = _Attention("attend_visible", _native("few"), _defined(uses="attend"))
 ATTEND_CAUSAL = _Attention("attend_causal", _PROMPT, *_FUSED, _defined())
 ATTEND_WITH_MASSES = Operation[tuple[PartialAttention, Tensor]]("attend_with_masses", _PROMPT)
-_SPARSE = "hybrid_kv.ops.block_sparse"
-_TILES = _native(module="hybrid_kv.ops.native.block_sparse")
+_SPARSE = "hybrid_kv.ops.reference"
+_TILES = _native(module="hybrid_kv.ops.native.prompt")
 ATTEND_BLOCKS = _Attention(
     "attend_blocks",
-    _native("suited", module="hybrid_kv.ops.native.block_sparse"),
+    _PROMPT,
     _triton("blocks", "", "suited"),
     _defined(module=_SPARSE),
 )

@@ -16,10 +16,10 @@ from typing import Any, Literal, TypeAlias
 
 from hybrid_kv.config import HybridConfig
 from hybrid_kv.ops.tail import moments_bytes
-from hybrid_kv.planning.device_select import codes_bytes, select_bytes
 from hybrid_kv.planning.plan import ModelFacts
 from hybrid_kv.planning.planner import AIR_BYTES
 from hybrid_kv.planning.rates import Card, Rates
+from hybrid_kv.planning.traffic import codes_bytes, select_bytes
 from hybrid_kv.runtime.select import CODE_BYTES
 from hybrid_kv.types import LayerShape
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, scaled_dot_product_attention
 
-from hybrid_kv.models.widening import trial
+from hybrid_kv.models.prompt_layers import trial
 from hybrid_kv.ops import get_ops
 from hybrid_kv.ops.native.library import pool_here
 from hybrid_kv.ops.native.packed import (
@@ -86,7 +86,7 @@ def _measured_products(facts: ModelFacts, device: torch.device) -> float | None:
         multiply = partial(packed_linear, x, weight, pool=pool_here())
     elif f"torch.{layout}" == str(dtype):
         if device.type == "cpu" and dtype != torch.float32 and trial(dtype, _TOKENS).pays:
-            x = x.float()  # as `models.widening`, whose copy of a weight serves all chunks
+            x = x.float()  # as `models.prompt_layers`, whose copy of a weight serves all chunks
         multiply = partial(linear, x, torch.ones(outputs, inputs, dtype=x.dtype, device=device))
     else:
         return None

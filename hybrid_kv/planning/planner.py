@@ -13,10 +13,15 @@ from dataclasses import dataclass, replace
 from hybrid_kv.config import HybridConfig, composed
 from hybrid_kv.models.layer_major import chunk_size, lie_on_host
 from hybrid_kv.ops.nearest import SCRATCH_BYTES, result_bytes
-from hybrid_kv.planning.device_select import DeviceSelect, plan_select, select_ms
 from hybrid_kv.planning.first_token import first_token_seconds
 from hybrid_kv.planning.plan import Machine, Mode, ModelFacts, Option, Plan
-from hybrid_kv.planning.traffic import PrefillBytes, prefill_peak_bytes
+from hybrid_kv.planning.traffic import (
+    DeviceSelect,
+    PrefillBytes,
+    plan_select,
+    prefill_peak_bytes,
+    select_ms,
+)
 from hybrid_kv.store.pinned_allocator import pinned_room
 from hybrid_kv.types import Budget, LayerShape, Needs
 

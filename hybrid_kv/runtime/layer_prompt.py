@@ -339,7 +339,7 @@ def _attend_row(
     # What the method keeps of offloaded entries are copies: the originals are attended.
     offloads = row.placement is not None and row.placement.offloads and not row.shadows
     if row.kept is not None and not offloads:
-        from hybrid_kv.runtime.kept import attend_entries
+        from hybrid_kv.runtime.decode import attend_entries
 
         kept = row.kept.seen_from(row.length - q.shape[1])
         part = attend_entries(ops, grouped[0], kept, scale, softcap)

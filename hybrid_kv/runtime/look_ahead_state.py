@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from hybrid_kv.rotary import Rotary
-from hybrid_kv.runtime.retrieve import logits_of_found
 from hybrid_kv.store import ColdExtent, LayerStore, Retrieved, Row
-from hybrid_kv.store.search import ByExtent, best_of, search_row
+from hybrid_kv.store.search import ByExtent, best_of, logits_of_found, search_row
 from hybrid_kv.transfer import Transfer
 from hybrid_kv.types import SearchResult, TokenBudget
 

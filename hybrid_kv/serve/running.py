@@ -21,8 +21,7 @@ from hybrid_kv.models.forwards import passing
 from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.models.layer_major import free_bytes
 from hybrid_kv.runtime import Stage, check_host_memory, spare_host_memory
-from hybrid_kv.serve.exact import ExactAnswer
-from hybrid_kv.serve.output import AnswerText, Sampler
+from hybrid_kv.serve.output import AnswerText, ExactAnswer, Sampler
 from hybrid_kv.serve.requests import (
     Prefilled,
     Reason,

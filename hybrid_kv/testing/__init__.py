@@ -5,8 +5,15 @@ check_index("strided")                 # true scores, best first, later keys are
 drive(method, prompt=173, new=40)      # a prompt and an answer of one layer, step by step
 """
 
-from hybrid_kv.testing.checks import check_index, check_method
-from hybrid_kv.testing.driving import ROTARY, Driven, drive, heads, softmax_attention
+from hybrid_kv.testing.driving import (
+    ROTARY,
+    Driven,
+    check_index,
+    check_method,
+    drive,
+    heads,
+    softmax_attention,
+)
 
 __all__ = [
     "ROTARY",

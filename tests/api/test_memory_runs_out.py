@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 import hybrid_kv as hkv
 from hybrid_kv.errors import CapacityError, DeviceMemoryError, HybridKVError, ShapeError
-from hybrid_kv.methods.hybrid import Hybrid
+from hybrid_kv.methods.retrieval import Hybrid
 from hybrid_kv.models import load
 from hybrid_kv.store import LayerStore, extent, pool
 from hybrid_kv.types import Demotion

@@ -11,7 +11,7 @@ from hybrid_kv.attention import (
 from hybrid_kv.errors import ShapeError
 from hybrid_kv.ops import get_ops
 from hybrid_kv.ops.operations import BACKENDS, why_unavailable
-from hybrid_kv.runtime.kept import attend_ragged
+from hybrid_kv.runtime.decode import attend_ragged
 from tests.oracle import causal, softmax_attention, spread
 from tests.tolerances import TOLERANCES
 

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from hybrid_kv.config import HybridConfig, budget_tokens
-from hybrid_kv.contest.arguments import EvalArguments
-from hybrid_kv.contest.cases import contenders, parse_spec, split_outside_quotes
+from hybrid_kv.contest.arguments import EvalArguments, contenders, parse_spec, split_outside_quotes
 from hybrid_kv.errors import ConfigError
 from hybrid_kv.methods.windows import StreamingLLM
 from hybrid_kv.plugins import METHODS, Method

@@ -11,12 +11,11 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
 import hybrid_kv as hkv
 from hybrid_kv.contest.arguments import EvalArguments
-from hybrid_kv.contest.evaluation import Evaluation
+from hybrid_kv.contest.evaluation import Evaluation, rows_of
 from hybrid_kv.contest.folder import ResultsFolder
 from hybrid_kv.contest.shared import SharedPrompt
-from hybrid_kv.contest.statistics import rows_of
 from hybrid_kv.errors import MethodError
-from hybrid_kv.methods.quest import Quest
+from hybrid_kv.methods.windows import Quest
 from hybrid_kv.report.evaluation import Cell, EvalRow
 from hybrid_kv.types import Needs
 from scripts.needle.tokenizer import build_tokenizer

@@ -9,7 +9,7 @@ from hybrid_kv.contest.prompts import Prompt, PromptBuilder
 from hybrid_kv.contest.shared import SharedPrompt
 from hybrid_kv.eval.needle import filler
 from hybrid_kv.eval.prefilled import PrefilledPrompt
-from hybrid_kv.planning.model_facts import model_facts
+from hybrid_kv.planning.plan import model_facts
 from hybrid_kv.types import Needs
 
 

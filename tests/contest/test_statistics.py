@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hybrid_kv.contest.statistics import interval, rows_of
+from hybrid_kv.contest.evaluation import interval, rows_of
 from hybrid_kv.report.evaluation import Cell, Counters
 
 

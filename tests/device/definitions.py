@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from hybrid_kv.ops import block_sparse, devices, reference, reference_pages, sketch_select, tail
+from hybrid_kv.ops import devices, reference, reference_pages, sketch_select, tail
 from hybrid_kv.ops.tail import UnreadPart
 from hybrid_kv.types import Candidates, PartialAttention
 from tests.device.pinned import Borrowed
@@ -123,7 +123,7 @@ def _attend_ragged(q, k, v, starts, lengths, *, scale, softcap=None, bias=None, 
 
 def _attend_blocks(q, k, v, mask, *, scale, softcap=None):  # type: ignore[no-untyped-def]
     def compute(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Any:
-        out, lse = block_sparse.attend_blocks(q, k, v, mask, scale=scale, softcap=softcap)
+        out, lse = reference.attend_blocks(q, k, v, mask, scale=scale, softcap=softcap)
         return out.to(q.dtype), lse
 
     size = (*q.shape[:3], v.shape[3])

@@ -28,7 +28,7 @@ from hybrid_kv.models.forwards import passing
 from hybrid_kv.models.load import load_model
 from hybrid_kv.ops.host_memory import FreeMemory
 from hybrid_kv.ops.native.library import engine_state
-from hybrid_kv.planning.model_facts import model_facts
+from hybrid_kv.planning.plan import model_facts
 from hybrid_kv.planning.rates import BuildForecast, Rates
 from hybrid_kv.planning.traffic import bytes_per_step
 from hybrid_kv.report.profile import ProfileRow

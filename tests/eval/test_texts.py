@@ -84,7 +84,7 @@ def test_a_reading_of_an_earlier_version_is_taken_up() -> None:
 
 
 def test_the_estimate_counts_as_the_entries_that_its_bytes_are_worth() -> None:
-    from hybrid_kv.planning.model_facts import model_facts
+    from hybrid_kv.planning.plan import model_facts
 
     facts = model_facts("random:llama-3-8b", dtype="float32", layers=1)  # head_dim 128
     assert run.estimate_entries(facts, HybridConfig(method="hybrid"), 4096) == 192

@@ -294,7 +294,7 @@ def test_more_than_the_cache_holds_is_read_between_two_searches_of_a_trial(
             read.append((self.name, 1000))
 
     monkeypatch.setattr(
-        _auto_choice.native_flat, "stream", lambda array: read.append(("", array.numel()))
+        _auto_choice.scans, "stream", lambda array: read.append(("", array.numel()))
     )
     trials = {(name, 0): Small(name) for name in ("sketch", "graph")}
     _auto_choice.measured(trials, torch.zeros(1, 2, 12, 8))

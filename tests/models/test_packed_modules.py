@@ -15,14 +15,14 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 import hybrid_kv as hkv
 from hybrid_kv.api.heads import observe_heads, observing
 from hybrid_kv.errors import ConfigError, OtherContextError, UnsupportedModelError
-from hybrid_kv.models import few_tokens, widening
+from hybrid_kv.models import few_tokens, prompt_layers
 from hybrid_kv.models.early_queries import EarlyQueries
 from hybrid_kv.models.few_tokens import FewTokens, ProductTrial
 from hybrid_kv.models.forwards import passing
 from hybrid_kv.models.load import load_model
+from hybrid_kv.models.prompt_layers import WideningTrial, widened, widened_bytes
 from hybrid_kv.models.support import devices_of, inspect_model, stored_tensors
-from hybrid_kv.models.widening import WideningTrial, widened, widened_bytes
-from hybrid_kv.planning.model_facts import model_facts
+from hybrid_kv.planning.plan import model_facts
 from hybrid_kv.saved.identity import model_identity
 from scripts.needle.tokenizer import build_tokenizer
 from tests.models.packed_stand_ins import as_buffers, as_tensor_class
@@ -156,7 +156,7 @@ def test_few_tokens_leave_packed_layers_to_their_library(
 def test_widening_leaves_packed_layers_as_they_are(
     packed: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(widening, "trial", lambda *_: WideningTrial(1.0, 10.0))
+    monkeypatch.setattr(prompt_layers, "trial", lambda *_: WideningTrial(1.0, 10.0))
     layer = packed.get_submodule("model.layers.1")
     assert widened_bytes(layer, 1000) == 0
     before = logits(packed)

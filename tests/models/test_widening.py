@@ -11,9 +11,15 @@ import torch
 from torch import Tensor, nn
 
 import hybrid_kv as hkv
-from hybrid_kv.models import serving, widening
+from hybrid_kv.models import prompt_layers, serving
 from hybrid_kv.models.forwards import passing
-from hybrid_kv.models.widening import MIN_TOKENS, WideningTrial, measure, widened, widened_bytes
+from hybrid_kv.models.prompt_layers import (
+    MIN_TOKENS,
+    WideningTrial,
+    measure,
+    widened,
+    widened_bytes,
+)
 from tests.contracts.edges.calls import anatomy
 from tests.models.folder import model as tiny
 
@@ -23,25 +29,25 @@ NARROW = [torch.bfloat16, torch.float16]
 @pytest.fixture
 def slow_narrow(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU whose 16-bit products are slow."""
-    monkeypatch.setattr(widening, "trial", lambda *_: WideningTrial(10.0, 56.0))
+    monkeypatch.setattr(prompt_layers, "trial", lambda *_: WideningTrial(10.0, 56.0))
 
 
 @pytest.fixture
 def fast_narrow(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(widening, "trial", lambda *_: WideningTrial(500.0, 56.0))
+    monkeypatch.setattr(prompt_layers, "trial", lambda *_: WideningTrial(500.0, 56.0))
 
 
 @pytest.fixture
 def products(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, torch.dtype]]:
     """Tokens and dtype of the products that widened weights made."""
     seen: list[tuple[int, torch.dtype]] = []
-    plain = widening._forward
+    plain = prompt_layers._forward
 
     def forward(weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
         seen.append((x.shape[1], weight.dtype))
         return plain(weight, bias, x)
 
-    monkeypatch.setattr(widening, "_forward", forward)
+    monkeypatch.setattr(prompt_layers, "_forward", forward)
     return seen
 
 
@@ -246,9 +252,9 @@ def test_a_trial_is_made_with_about_the_tokens_that_come(
     tokens: int, tried: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []
-    monkeypatch.setattr(widening, "_trials", {})
+    monkeypatch.setattr(prompt_layers, "_trials", {})
     monkeypatch.setattr(
-        widening, "measure", lambda _, n, clock: asked.append(n) or WideningTrial(1.0, 9.0)
+        prompt_layers, "measure", lambda _, n, clock: asked.append(n) or WideningTrial(1.0, 9.0)
     )
     layer = nn.Sequential(*(nn.Linear(8, 8, dtype=torch.bfloat16) for _ in range(3)))
     with widened(layer, tokens):
@@ -257,9 +263,11 @@ def test_a_trial_is_made_with_about_the_tokens_that_come(
 
 
 def test_widening_may_pay_for_long_prompts_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(widening, "_trials", {})
+    monkeypatch.setattr(prompt_layers, "_trials", {})
     monkeypatch.setattr(
-        widening, "measure", lambda _, n, clock: WideningTrial(80.0, 60.0 if n < 256 else 140.0)
+        prompt_layers,
+        "measure",
+        lambda _, n, clock: WideningTrial(80.0, 60.0 if n < 256 else 140.0),
     )
     layer = nn.Linear(8, 8, dtype=torch.bfloat16)
     assert [widened_bytes(layer, n) for n in (64, 255, 256, 5000)] == [0, 0, 256, 256]
@@ -269,16 +277,18 @@ def test_a_process_tries_once_for_a_dtype_a_size_and_a_number_of_threads(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     calls: list[tuple[torch.dtype, int]] = []
-    monkeypatch.setattr(widening, "_trials", {})
+    monkeypatch.setattr(prompt_layers, "_trials", {})
     monkeypatch.setattr(
-        widening, "measure", lambda dtype, n, _: calls.append((dtype, n)) or WideningTrial(1.0, 1.0)
+        prompt_layers,
+        "measure",
+        lambda dtype, n, _: calls.append((dtype, n)) or WideningTrial(1.0, 1.0),
     )
     threads = [1]
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads[0])
     for tokens in (70, 100, 128, 100):
-        widening.trial(torch.bfloat16, tokens)
+        prompt_layers.trial(torch.bfloat16, tokens)
     threads[0] = 2
-    widening.trial(torch.bfloat16, 100)
-    widening.trial(torch.float16, 100)
+    prompt_layers.trial(torch.bfloat16, 100)
+    prompt_layers.trial(torch.float16, 100)
     bf16, f16 = torch.bfloat16, torch.float16
     assert calls == [(bf16, 64), (bf16, 128), (bf16, 64), (f16, 64)]

@@ -19,7 +19,7 @@ from hybrid_kv.errors import ConfigError, ModelNotFoundError
 from hybrid_kv.models.cache_state import states_of
 from hybrid_kv.models.forwards import passing
 from hybrid_kv.models.load import load_config, load_model
-from hybrid_kv.planning.model_facts import model_facts
+from hybrid_kv.planning.plan import model_facts
 from tests.contracts.edges.further_models import further_config
 
 

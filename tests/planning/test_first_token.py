@@ -14,8 +14,7 @@ from hybrid_kv.planning.first_token import (
     measure_prompt_rates,
     prompt_rates_of_card,
 )
-from hybrid_kv.planning.model_facts import model_facts
-from hybrid_kv.planning.plan import ModelFacts, PromptRates
+from hybrid_kv.planning.plan import ModelFacts, PromptRates, model_facts
 from hybrid_kv.planning.rates import CARDS, Rates
 
 GIB = 2**30

@@ -15,11 +15,10 @@ from transformers import (
 )
 
 from benchmarks.prefill_memory.run import LiveBytes, build, layer_major_peak, plain_peak
-from hybrid_kv.models import widening
+from hybrid_kv.models import prompt_layers
 from hybrid_kv.models.forwards import passing
 from hybrid_kv.ops import Ops
-from hybrid_kv.planning.model_facts import other_layers
-from hybrid_kv.planning.plan import ModelFacts
+from hybrid_kv.planning.plan import ModelFacts, other_layers
 from hybrid_kv.planning.traffic import PrefillBytes, prefill_peak_bytes
 from hybrid_kv.runtime.sparse_prefill import SampledQueries, SparsePrefill, query_block
 from hybrid_kv.types import LayerShape
@@ -31,7 +30,7 @@ UNIT = TOKENS * HIDDEN * 2  # one hidden-state tensor in bfloat16
 @pytest.fixture(autouse=True)
 def _as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """On CPUs where a trial finds that pays, layers are widened, which is counted apart."""
-    monkeypatch.setattr(widening, "trial", lambda *_: widening.WideningTrial(1.0, 1.0))
+    monkeypatch.setattr(prompt_layers, "trial", lambda *_: prompt_layers.WideningTrial(1.0, 1.0))
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +130,7 @@ def test_what_sparse_prefill_chooses_by_is_bounded(
     q_heads: int, kv_heads: int, tokens: int, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the definitions, which a GPU takes."""
-    for module in ("planning.traffic", "ops.block_sparse"):
+    for module in ("planning.traffic", "ops.reference"):
         monkeypatch.setattr(f"hybrid_kv.{module}.SCORE_BYTES", 2**20)
     facts = ModelFacts("llama", 0, 0, (LayerShape(0, q_heads, kv_heads, 32),), 0, 96, 96)
     exact, sparse = (

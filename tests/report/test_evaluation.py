@@ -6,8 +6,16 @@ import csv
 
 import pytest
 
-from hybrid_kv.report.evaluation import Counters, DepthScore, EvalRow, Interval
-from hybrid_kv.report.evaluation_tables import budget_tables, sheets, short_bytes, to_csv
+from hybrid_kv.report.evaluation import (
+    Counters,
+    DepthScore,
+    EvalRow,
+    Interval,
+    budget_tables,
+    sheets,
+    short_bytes,
+    to_csv,
+)
 from hybrid_kv.report.html.canvas import to_inline
 from hybrid_kv.report.html.evaluation_page import (
     depths_table,

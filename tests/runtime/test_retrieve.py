@@ -10,8 +10,8 @@ from torch import Tensor
 
 from hybrid_kv.config import IndexConfig
 from hybrid_kv.runtime.cold import counted
-from hybrid_kv.runtime.retrieve import retrieve
 from hybrid_kv.store import ColdChain, Retrieved
+from hybrid_kv.store.search import retrieve
 from hybrid_kv.types import LayerShape, TokenBudget
 
 SHAPE = LayerShape(0, 6, 2, 12)

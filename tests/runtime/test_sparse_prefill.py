@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, MistralConfig, PreTrainedModel
 
 import hybrid_kv as hkv
-from hybrid_kv.contest.cases import contenders
+from hybrid_kv.contest.arguments import contenders
 from hybrid_kv.errors import ConfigError, NonFiniteError, OtherContextError
 from hybrid_kv.eval.profiling.arguments import ProfileArguments
 from hybrid_kv.models.forwards import passing

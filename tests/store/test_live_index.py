@@ -319,7 +319,7 @@ def test_a_cancelled_graph_gives_up_between_its_pieces(monkeypatch: pytest.Monke
     keys, samples, _ = attention_like()
     index, asked = graph(), list[int]()
     monkeypatch.setattr("hybrid_kv.index._graph_learner._QUERIES_AT_ONCE", 100)
-    from hybrid_kv.ops.native.flat import FlatScan
+    from hybrid_kv.ops.native.scans import FlatScan
 
     nearest = FlatScan.nearest
 

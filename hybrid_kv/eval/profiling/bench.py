@@ -22,8 +22,7 @@ from hybrid_kv.eval.profiling.row import (
 from hybrid_kv.models.load import load_config, load_model, resolve_device
 from hybrid_kv.models.support import inspect_model
 from hybrid_kv.ops.host_memory import FreeMemory, free_memory
-from hybrid_kv.planning.model_facts import model_facts
-from hybrid_kv.planning.plan import Machine, ModelFacts
+from hybrid_kv.planning.plan import Machine, ModelFacts, model_facts
 from hybrid_kv.planning.planner import make_plan
 from hybrid_kv.planning.rates import BuildForecast, Rates, measure_rates
 from hybrid_kv.planning.traffic import index_of, prefill_peak_bytes

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from hybrid_kv.errors import ConfigError, ShapeError
-from hybrid_kv.ops.graph_lists import list_bytes
 from hybrid_kv.ops.host_memory import host_array
 from hybrid_kv.ops.key_graph import (
     BuildParams,
@@ -25,6 +24,7 @@ from hybrid_kv.ops.key_graph import (
     check_params,
     in_key_order,
     keys_of_lists,
+    list_bytes,
     lists_of_keys,
     no_graph,
     num_ranked,
@@ -44,7 +44,7 @@ from hybrid_kv.ops.native.step import EngineSearch
 
 
 def pack(neighbours: Tensor, pool: Pool | None = None, engine: ctypes.CDLL | None = None) -> Tensor:
-    """As `hybrid_kv.ops.graph_lists.pack_lists`.
+    """As `hybrid_kv.ops.key_graph.pack_lists`.
 
     Raises:
         ConfigError: a list names a node that does not exist.
@@ -64,7 +64,7 @@ def pack(neighbours: Tensor, pool: Pool | None = None, engine: ctypes.CDLL | Non
 def unpack(
     lists: Tensor, degree: int, pool: Pool | None = None, engine: ctypes.CDLL | None = None
 ) -> Tensor:
-    """As `hybrid_kv.ops.graph_lists.unpack_lists`; raises as `pack`."""
+    """As `hybrid_kv.ops.key_graph.unpack_lists`; raises as `pack`."""
     engine = find_engine(engine)
     neighbours = host_array([len(lists), degree], torch.int32)
     status = engine.hkv_graph_unpack(

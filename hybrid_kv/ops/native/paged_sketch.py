@@ -25,7 +25,7 @@ from hybrid_kv.ops.native import library
 from hybrid_kv.ops.native.bindings import KeysStruct, SketchHeadStruct, SketchTierStruct
 from hybrid_kv.ops.native.library import Pool, find_engine
 from hybrid_kv.ops.native.rows import describe, pool_handle
-from hybrid_kv.ops.native.sketch import map_struct
+from hybrid_kv.ops.native.scans import map_struct
 from hybrid_kv.ops.sketch_codes import BLOCK_KEYS, LINE_BYTES, SketchMap
 
 Ints = npt.NDArray[np.int32]

@@ -62,6 +62,50 @@ def attend_with_masses(
     return part, masses
 
 
+def attend_blocks(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: BlockMask,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    pool: Pool | None = None,
+) -> PartialAttention:
+    """See `block_sparse.attend_blocks`. Out is in the dtype of q."""
+    return attend_prompt(q, k, v, scale=scale, softcap=softcap, mask=mask, pool=pool)
+
+
+def attend_at(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    positions: Tensor,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    pool: Pool | None = None,
+) -> PartialAttention:
+    """See `block_sparse.attend_at`. Out is in the dtype of q."""
+    return attend_prompt(q, k, v, scale=scale, softcap=softcap, positions=positions, pool=pool)
+
+
+def block_masses(
+    q: Tensor,
+    k: Tensor,
+    positions: Tensor,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    pool: Pool | None = None,
+) -> Tensor:
+    """See `block_sparse.block_masses`."""
+    masses = torch.empty(*q.shape[:3], k.shape[2] // KEY_BLOCK)
+    attend = partial(attend_prompt, scale=scale, softcap=softcap, positions=positions, pool=pool)
+    attend(q, k, k, block_masses=masses)
+    return masses
+
+
 def attend_prompt(
     queries: Tensor,
     keys: Tensor,

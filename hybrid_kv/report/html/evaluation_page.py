@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from math import inf
 
-from hybrid_kv.report.evaluation import DepthScore, EvalRow
-from hybrid_kv.report.evaluation_tables import (
+from hybrid_kv.report.evaluation import (
     BudgetTable,
+    DepthScore,
+    EvalRow,
     ScoreLine,
     Sheet,
     budget_tables,

@@ -17,7 +17,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from hybrid_kv.serve.http.errors import ApiError, ended_early
+from hybrid_kv.serve.http.schemas import ApiError, ended_early
 from hybrid_kv.serve.http.service import ParsedRequest, Service
 from hybrid_kv.serve.http.tools import CallReader
 from hybrid_kv.serve.requests import (

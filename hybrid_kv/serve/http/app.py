@@ -33,13 +33,14 @@ from hybrid_kv.serve.http.answers import (
     unless_left,
 )
 from hybrid_kv.serve.http.chat import ChatRequest, TokenizeRequest
-from hybrid_kv.serve.http.errors import ApiError, api_error
 from hybrid_kv.serve.http.metrics import CONTENT_TYPE, RequestLine
 from hybrid_kv.serve.http.page import PARTS, UPLOAD, add_page
 from hybrid_kv.serve.http.responses import ResponsesRequest, answer_response
 from hybrid_kv.serve.http.schemas import (
+    ApiError,
     CompletionRequest,
     Generating,
+    api_error,
     first_problem,
     lenient,
 )

@@ -21,8 +21,7 @@ from starlette.responses import Response
 from hybrid_kv.api.tokens import AskedMessages
 from hybrid_kv.plugins import METHODS
 from hybrid_kv.serve.http.answers import EventStream, event, merged, report_of
-from hybrid_kv.serve.http.errors import ApiError, ended_early
-from hybrid_kv.serve.http.schemas import Extensions, StrictSchema, Text
+from hybrid_kv.serve.http.schemas import ApiError, Extensions, StrictSchema, Text, ended_early
 from hybrid_kv.serve.http.service import ParsedRequest, Service, new_ident
 from hybrid_kv.serve.http.tokenizer import Encoder, Texts
 from hybrid_kv.serve.requests import Finished, Prefilled, Request, RequestHandle, Sampling, Token

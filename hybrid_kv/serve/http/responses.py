@@ -24,8 +24,7 @@ from hybrid_kv.serve.http.answers import (
     unless_left,
 )
 from hybrid_kv.serve.http.chat import ChatRequest, Function
-from hybrid_kv.serve.http.errors import ended_early
-from hybrid_kv.serve.http.schemas import ANYTHING, Extensions, StrictSchema, Text
+from hybrid_kv.serve.http.schemas import ANYTHING, Extensions, StrictSchema, Text, ended_early
 from hybrid_kv.serve.http.service import ParsedRequest, Service, new_ident
 from hybrid_kv.serve.http.tools import CallReader
 from hybrid_kv.serve.requests import Finished, Prefilled, RequestHandle, Token, Usage

@@ -18,7 +18,7 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from hybrid_kv.errors import ConfigError
-from hybrid_kv.serve.http.errors import ApiError
+from hybrid_kv.serve.http.schemas import ApiError
 from hybrid_kv.serve.http.service import Ending, Service
 
 HEAD_SECONDS = 15.0

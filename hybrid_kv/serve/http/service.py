@@ -24,10 +24,10 @@ from hybrid_kv.methods.budget import split_budget
 from hybrid_kv.models.support import max_context
 from hybrid_kv.serve.grammars import GrammarText
 from hybrid_kv.serve.http.chat import ChatRequest
-from hybrid_kv.serve.http.errors import ApiError
 from hybrid_kv.serve.http.metrics import Metrics, answered
 from hybrid_kv.serve.http.schemas import (
     MOST_CHOICES,
+    ApiError,
     CompletionRequest,
     Extensions,
     Generating,

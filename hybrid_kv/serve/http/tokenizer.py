@@ -21,7 +21,7 @@ from hybrid_kv.api import LLM
 from hybrid_kv.api.tokens import ChatTemplate, token_ids
 from hybrid_kv.errors import ConfigError
 from hybrid_kv.serve.grammars import Grammar, GrammarReader, GrammarText
-from hybrid_kv.serve.http.errors import ApiError
+from hybrid_kv.serve.http.schemas import ApiError
 
 T = TypeVar("T")
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hybrid_kv.ops.graph_lists import pack_lists, unpack_lists
-from hybrid_kv.ops.key_graph import BuildParams, KeyGraph
+from hybrid_kv.ops.key_graph import BuildParams, KeyGraph, pack_lists, unpack_lists
 from hybrid_kv.ops.native.graph import GraphSearcher, project
 from hybrid_kv.ops.native.rows import QuantisedKeys
 from tests.ops.native import graph_oracle as portable

@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hybrid_kv.errors import ConfigError, ShapeError
-from hybrid_kv.ops.graph_lists import pack_lists, unpack_lists
 from hybrid_kv.ops.key_graph import (
     BuildParams,
     KeyGraph,
@@ -33,7 +32,9 @@ from hybrid_kv.ops.key_graph import (
     no_graph,
     num_ranked,
     one_of_each,
+    pack_lists,
     query_points,
+    unpack_lists,
 )
 
 _Ints = NDArray[np.int64]

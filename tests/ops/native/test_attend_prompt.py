@@ -13,7 +13,7 @@ from torch import Tensor
 import hybrid_kv.ops.native.prompt as engine_prompt
 from hybrid_kv.errors import ConfigError, ShapeError
 from hybrid_kv.masses import causal_masses
-from hybrid_kv.ops import Ops, block_sparse
+from hybrid_kv.ops import Ops, reference
 from hybrid_kv.ops.native.library import Pool
 from hybrid_kv.ops.native.prompt import attend_prompt
 from hybrid_kv.types import KEY_BLOCK, BlockMask
@@ -364,7 +364,7 @@ def test_blocks_of_a_mask_are_read_and_no_others(
     (q, k, v), mask, seen = masked(sizes, tokens)
     given: dict[str, Any] = {"scale": 0.3, "softcap": softcap}
     part = attend_prompt(q, k, v, mask=mask, engine=engine, **given)
-    defined = block_sparse.attend_blocks(q, k, v, mask, **given)
+    defined = reference.attend_blocks(q, k, v, mask, **given)
     heads = sizes[0]
     out, lse = softmax_attention(q, spread(k, heads), spread(v, heads), visible=seen, **given)
     for got in (part, defined):
@@ -385,7 +385,7 @@ def test_threads_and_dtypes_of_a_mask(
 ) -> None:
     tensors, mask, _ = masked((6, 2, 300, 500), 96)
     q, k, v = (tensor.to(dtype) for tensor in tensors)
-    defined = block_sparse.attend_blocks(q, k, v, mask, scale=0.3)
+    defined = reference.attend_blocks(q, k, v, mask, scale=0.3)
     for pairs in arithmetics(engine, dtype):
         attend = partial(attend_prompt, q, k, v, scale=0.3, mask=mask, pairs=pairs, engine=engine)
         alone = attend()
@@ -438,7 +438,7 @@ def test_tokens_at_places_of_their_own(
     wide = spread(k, heads), spread(v, heads)
     out, lse = softmax_attention(q, *wide, visible=seen, **given)
     part = attend_prompt(q, k, v, positions=positions, engine=engine, **given)
-    for got in (part, block_sparse.attend_at(q, k, v, positions, **given)):
+    for got in (part, reference.attend_at(q, k, v, positions, **given)):
         torch.testing.assert_close(got.out.double(), out, **FLOATS)
         torch.testing.assert_close(got.lse.double(), lse, **FLOATS)
     blocks = stored // KEY_BLOCK
@@ -449,7 +449,7 @@ def test_tokens_at_places_of_their_own(
     only = attend_prompt(q, k, v, positions=positions, block_masses=masses, engine=engine, **given)
     assert only.out.numel() == 0
     torch.testing.assert_close(only.lse.double(), lse, **FLOATS)
-    for found in (masses, block_sparse.block_masses(q, k, positions, **given)):
+    for found in (masses, reference.block_masses(q, k, positions, **given)):
         torch.testing.assert_close(found.double(), wanted, **FLOATS)
 
 
@@ -457,7 +457,7 @@ def test_block_masses_of_the_newest_tokens(engine: ctypes.CDLL) -> None:
     q, k = torch.randn(1, 4, 90, 16), torch.randn(1, 2, 400, 16)
     masses = torch.empty(1, 4, 90, 400 // KEY_BLOCK)
     attend_prompt(q, k, k, scale=0.3, block_masses=masses, engine=engine)
-    wanted = block_sparse.block_masses(q, k, torch.arange(310, 400), scale=0.3)
+    wanted = reference.block_masses(q, k, torch.arange(310, 400), scale=0.3)
     torch.testing.assert_close(masses, wanted)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hybrid_kv.errors import ConfigError
-from hybrid_kv.ops.graph_lists import list_bytes, pack_lists, unpack_lists
+from hybrid_kv.ops.key_graph import list_bytes, pack_lists, unpack_lists
 from hybrid_kv.ops.native.graph import pack, unpack
 
 SIZES = [(1, 1), (15, 37), (16, 300), (48, 65536), (50, 65537), (64, 131073), (33, 300000)]

@@ -1,4 +1,4 @@
-"""The engine's sketches: codes of keys, and searches that scan them and rank the best exactly."""
+"""The engine's scans: of all keys of a layer, or of their codes, whose best are ranked exactly."""
 
 from __future__ import annotations
 
@@ -9,16 +9,23 @@ from ctypes import byref, c_int64
 import torch
 from torch import Tensor
 
+from hybrid_kv.errors import ConfigError, ShapeError
 from hybrid_kv.ops import sketch_codes
 from hybrid_kv.ops.native import library
 from hybrid_kv.ops.native.bindings import (
+    SEARCH_FLAT,
     SEARCH_SKETCH,
+    FlatHeadStruct,
     SketchHeadStruct,
     SketchMapStruct,
     SketchTierStruct,
 )
 from hybrid_kv.ops.native.library import Pool, find_engine
-from hybrid_kv.ops.native.rows import describe, pool_handle
+from hybrid_kv.ops.native.rows import (
+    QuantisedKeys,
+    describe,
+    pool_handle,
+)
 from hybrid_kv.ops.native.step import EngineSearch
 from hybrid_kv.ops.sketch_codes import (
     SearchSizes,
@@ -28,7 +35,167 @@ from hybrid_kv.ops.sketch_codes import (
     check_search,
     search_sizes,
 )
-from hybrid_kv.types import SearchResult
+from hybrid_kv.types import SearchReads, SearchResult
+
+_UNCOUNTED = SearchReads()
+_ID_TYPES = {torch.int32: 0, torch.int64: 1}
+
+
+class FlatScan:
+    """Description of what a scan reads, made once, so that a search builds nothing.
+
+    Args:
+        keys: [H, N, D] float32, float16 or bfloat16, rows contiguous; kept by reference.
+        quantised: of the same keys; its blocks are scored and `keys` only re-ranks. Where it has
+            grown the scan `follow`s.
+
+    Raises:
+        ShapeError, ConfigError: keys cannot be read or are not those quantised.
+        BackendUnavailable: there is no engine.
+    """
+
+    def __init__(
+        self,
+        keys: Tensor,
+        quantised: QuantisedKeys | None = None,
+        *,
+        engine: ctypes.CDLL | None = None,
+    ) -> None:
+        self._engine = find_engine(engine)
+        self.quantised = quantised
+        self._structs = (FlatHeadStruct * len(keys))()
+        if quantised is not None:
+            for struct, one in zip(self._structs, quantised.structs, strict=False):
+                struct.quantised = ctypes.pointer(one)
+        self.follow(keys)
+
+    def follow(self, keys: Tensor) -> None:
+        """Takes the same keys with more rows, which may lie elsewhere. Not while somebody searches.
+
+        Raises:
+            ShapeError, ConfigError: as the constructor; nothing has changed.
+        """
+        described, quantised = describe("keys", keys), self.quantised
+        known = None if quantised is None else (quantised.heads, quantised.count, quantised.dim)
+        if known not in (None, keys.shape) or len(keys) != len(self._structs):
+            raise ShapeError(
+                f"quantised keys must be those of keys {list(keys.shape)}, got {known}"
+            )
+        for struct, rows in zip(self._structs, described, strict=True):
+            struct.keys = rows
+        self.keys = keys
+
+    def search(
+        self,
+        queries: Tensor,
+        top_k: int,
+        *,
+        rerank: int = 0,
+        pool: Pool | None = None,
+        id_dtype: torch.dtype = torch.int64,
+    ) -> SearchResult:
+        """The best keys of each query by dot product; of equal scores the lower id comes first.
+
+        Args:
+            queries: [H, M, D] float32.
+            rerank: with quantised keys, how many candidates are scored again exactly, at least
+                top_k; 0 returns the scores of the codes.
+            pool: threads that share the heads; None for the calling one.
+            id_dtype: int64 or int32.
+
+        Returns:
+            ids and scores [H, M, top_k], padded with -1 and -inf where there are fewer keys.
+
+        Raises:
+            ShapeError, ConfigError: an argument does not fit.
+        """
+        heads, _, dim = self.keys.shape
+        if queries.dim() != 3 or (queries.shape[0], queries.shape[2]) != (heads, dim):
+            raise ShapeError(
+                f"queries must be [{heads}, M, {dim}] as the keys, got shape {list(queries.shape)}"
+            )
+        if queries.dtype != torch.float32 or queries.device.type != "cpu":
+            raise ConfigError(
+                f"queries must be float32 on the host, got {queries.dtype} on {queries.device}"
+            )
+        if top_k < 1:
+            raise ConfigError(f"top_k must be at least 1, got {top_k}; ask for at least one key")
+        if id_dtype not in _ID_TYPES:
+            raise ConfigError(f"id_dtype must be int32 or int64, got {id_dtype}")
+        queries = queries.contiguous()
+        size = (heads, queries.shape[1], top_k)
+        ids, scores = torch.empty(size, dtype=id_dtype), torch.empty(size)
+        scored = c_int64()
+        status = self._engine.hkv_flat_search(
+            None if pool is None else pool.handle,
+            heads,
+            self._structs,
+            queries.data_ptr(),
+            queries.shape[1],
+            top_k,
+            rerank,
+            _ID_TYPES[id_dtype],
+            *(ids.data_ptr(), scores.data_ptr(), byref(scored)),
+        )
+        if status:
+            library.check(self._engine, status)
+        return SearchResult(ids, scores, scored.value)
+
+    def plan(self, top_k: int, *, rerank: int = 0, reads: SearchReads = _UNCOUNTED) -> EngineSearch:
+        """The same search as a part of a step that is one call; see `search`.
+
+        Args:
+            reads: bytes that it reads.
+        """
+        heads = range(self.keys.shape[0])
+        return EngineSearch(
+            SEARCH_FLAT, heads, self._structs, (self,), top_k, num_ranked=rerank, reads=reads
+        )
+
+    def nearest(
+        self,
+        head: int,
+        queries: Tensor,
+        top_k: int,
+        *,
+        rerank: int = 0,
+        pool: Pool | None = None,
+    ) -> Tensor:
+        """The best keys of very many queries of one head, for building an index.
+
+        Args:
+            queries: [M, D] float32, float16 or bfloat16, rows contiguous.
+            rerank: as in `search`; 2 * top_k finds what an exact search does, up to ties.
+            pool: threads that share the queries.
+
+        Returns:
+            [M, top_k] int32, best first, padded with -1.
+
+        Raises:
+            ShapeError, ConfigError: an argument does not fit.
+        """
+        if queries.dim() != 2 or queries.shape[1] != self.keys.shape[2]:
+            raise ShapeError(
+                f"queries must be [M, {self.keys.shape[2]}], got shape {list(queries.shape)}"
+            )
+        if top_k < 1:
+            raise ConfigError(f"top_k must be at least 1, got {top_k}; ask for at least one key")
+        described = describe("queries", queries[None])
+        ids = torch.empty((len(queries), top_k), dtype=torch.int32)
+        status = self._engine.hkv_knn(
+            pool_handle(pool),
+            byref(self._structs[head]),
+            described,
+            *(top_k, rerank, _ID_TYPES[torch.int32], ids.data_ptr(), None),
+        )
+        library.check(self._engine, status)
+        return ids
+
+
+def stream(array: Tensor, engine: ctypes.CDLL | None = None) -> int:
+    """Reads a contiguous array as fast as one core can; what a scan is measured against."""
+    engine = find_engine(engine)
+    return int(engine.hkv_stream(array.data_ptr(), array.numel() * array.itemsize))
 
 
 def map_struct(sketch_map: SketchMap) -> SketchMapStruct:
