@@ -62,11 +62,11 @@ class GraphParams(config.Params):
 
 def bytes_per_key(params: Any, num_keys: int, head_dim: int) -> int:
     """See `Index.bytes_per_key`."""
-    from hybrid_kv.ops.key_graph import list_bytes
-
     codes = -(-head_dim // _ROW_ALIGNMENT) * _ROW_ALIGNMENT + 1
     if num_keys < params.min_keys:
         return codes
+    from hybrid_kv.ops.key_graph import list_bytes
+
     return codes + list_bytes(int(params.max_degree), num_keys) + 4  # if all keys are nodes
 
 
