@@ -192,6 +192,7 @@ class PluginConfig(Params):
         given = given.model_dump() if isinstance(given, BaseModel) else dict(given)
         own = set(cls.model_fields) - {"params"}
         given.update({key: data.pop(key) for key in list(data) if key not in own})
+        given = _in_their_group(plugin.params, given)
         _refuse_unknown(plugin, given, own)
         return {**data, "params": plugin.params.model_validate(given)}
 
@@ -223,6 +224,30 @@ def _flat_group(group: BaseModel) -> dict[str, Any]:
         elif isinstance(value, BaseModel):
             data[name] = _flat_group(value)
     return data
+
+
+_COLD = "cold"
+"""The group of settings of the cold tier, whose name users leave out and messages do not print."""
+
+
+def as_printed(name: str) -> str:
+    """The name of a setting, by its dotted name, as messages and pages print it."""
+    return name.removeprefix(f"{_COLD}.")
+
+
+def _in_their_group(params: type[BaseModel], given: dict[str, Any]) -> dict[str, Any]:
+    """Settings of a plug-in, those of the cold tier that stand beside the others in their group."""
+    fields = params.model_fields
+    group = _group_of(fields[_COLD].annotation) if _COLD in fields else None
+    if group is None:
+        return given
+    beside = {key for key in given if key not in fields and key in settings_in(group)}
+    if not beside:
+        return given
+    own = given.get(_COLD, {})
+    own = own.model_dump(exclude_unset=True) if isinstance(own, BaseModel) else dict(own)
+    kept = {key: value for key, value in given.items() if key not in beside}
+    return {**kept, _COLD: {**own, **{key: given[key] for key in beside}}}
 
 
 def settings_in(group: type[BaseModel]) -> list[str]:
@@ -466,9 +491,10 @@ class HybridConfig(PluginConfig):
     def from_settings(
         cls, settings: Mapping[str, object], base: Mapping[str, object] | None = None
     ) -> HybridConfig:
-        """Builds from dotted keys ('cold.top_k': '64') laid over a nested mapping.
+        """Builds from dotted keys ('index.target_recall': '0.9') laid over a nested mapping.
 
-        A last part that names only one setting of the method may stand alone ('top_k').
+        The names are those that are printed; `cold.` may stand before those of the cold tier. A
+        last part that names only one setting of the method may stand alone ('target_recall').
         """
         return cls(**cls._tree(settings, base or {}))
 
@@ -484,11 +510,11 @@ class HybridConfig(PluginConfig):
         for key, value in settings.items():
             path = _full_path(str(key), shown, hidden, plugin)
             if path in values:
-                raise ConfigError(f"setting '{path}' is given twice; keep one")
+                raise ConfigError(f"setting '{as_printed(path)}' is given twice; keep one")
             values[path] = _copy_tree(value) if isinstance(value, Mapping) else value
         for path in values:
             if _is_in_a_group(values, path):
-                raise ConfigError(f"setting '{path}' is given twice; keep one")
+                raise ConfigError(f"setting '{as_printed(path)}' is given twice; keep one")
         groups = {**_groups(cls), **_groups(plugin.params)}
         for path, group in groups.items():
             _begin_anew(tree, path, group, values)
@@ -562,7 +588,7 @@ def _kinds_in(
         try:
             found[path] = group.registry[kind].params
         except ConfigError as error:
-            raise ConfigError(f"{path}: {error}") from None
+            raise ConfigError(f"{as_printed(path)}: {error}") from None
     return found
 
 
@@ -570,7 +596,8 @@ def _named_in(values: Mapping[str, object], path: str, name_field: str) -> str |
     """The kind of a plug-in that settings name, in whichever spelling; None if none does."""
     parts = path.split(".")
     spellings: list[tuple[str, tuple[str, ...]]] = [
-        *((f"{path}.{name_field}", ()), (name_field, ()), (parts[-1], (name_field,))),
+        *((f"{path}.{name_field}", ()), (f"{as_printed(path)}.{name_field}", ())),
+        *((name_field, ()), (parts[-1], (name_field,))),
         *((".".join(parts[:cut]), (*parts[cut:], name_field)) for cut in range(1, len(parts) + 1)),
     ]
     for key, below in spellings:
@@ -607,12 +634,17 @@ def _paths(
 
 
 def _full_path(key: str, shown: set[str], hidden: set[str], plugin: Plugin[Any]) -> str:
-    """The dotted name of a setting, given by it or by its last part.
+    """The dotted name of a setting, given by it, without the group of the cold tier or by its last
+    part.
 
     Raises:
         ConfigError: there is none, or there are two.
     """
     paths = shown | hidden
+    in_cold = f"{_COLD}.{key}"
+    group, dot, _ = key.rpartition(".")
+    if key not in paths and (in_cold in paths or (dot and f"{_COLD}.{group}" in paths)):
+        return in_cold
     if "." in key or key in paths:
         return key
     matches = sorted(path for path in paths if path.split(".")[-1] == key)
@@ -623,7 +655,8 @@ def _full_path(key: str, shown: set[str], hidden: set[str], plugin: Plugin[Any])
             _refuse_of_another_kind(key, plugin)
         raise unknown_setting(f"{plugin.name} setting", key, shown)
     if len(matches) > 1:
-        raise ConfigError(f"setting '{key}' may mean {' or '.join(matches)}; write it out")
+        names = " or ".join(map(as_printed, matches))
+        raise ConfigError(f"setting '{key}' may mean {names}; write it out")
     return matches[0]
 
 
@@ -635,8 +668,8 @@ def _refuse_of_another_kind(key: str, plugin: Plugin[Any]) -> None:
         kinds = [kind for kind in group.registry if key in settings_in(group.registry[kind].params)]
         if kinds:
             raise ConfigError(
-                f"{path}: '{key}' is a setting of kind {', '.join(kinds)}, got another "
-                f"{group.name_field}; set {path}={kinds[0]} beside it or leave it out"
+                f"{as_printed(path)}: '{key}' is a setting of kind {', '.join(kinds)}, got another "
+                f"{group.name_field}; set {as_printed(path)}={kinds[0]} beside it or leave it out"
             )
 
 
@@ -730,7 +763,7 @@ def _setting_name(loc: tuple[int | str, ...]) -> str:
     # Pydantic mixes names of fields with those of union members: "int", "literal['all']".
     scalars = {"bool", "float", "int", "str"}
     parts = [str(part) for part in loc if part not in scalars]
-    return ".".join(part for part in parts if part.isidentifier() or part.isdigit())
+    return as_printed(".".join(part for part in parts if part.isidentifier() or part.isdigit()))
 
 
 ConfigLike: TypeAlias = HybridConfig | Mapping[str, Any] | str | None

@@ -173,7 +173,7 @@ def unknown_setting(owner: str, name: str, known: Iterable[str], of: str = "") -
 
     if (said_of_it := gone(of or owner.removesuffix("setting").strip(), name)) is not None:
         return ConfigError(f"{owner} '{name}' {said_of_it}")
-    return unknown_name(owner, name, known)
+    return unknown_name(owner, name, {one.removeprefix("cold.") for one in known})
 
 
 def unknown_name(what: str, name: str, known: Iterable[str]) -> ConfigError:

@@ -6,10 +6,10 @@ from functools import cache
 
 REMOVED = {
     "hot_tokens": "leave it out, or use spare_tokens, which keep further pages on the device",
-    "cold.attend": "leave it out: what the host finds it attends; cold.select='device' attends on "
+    "cold.attend": "leave it out: what the host finds it attends; select='device' attends on "
     "the device",
     "cold.stand_in": "leave it out: a scan serves while an index is built; with "
-    "cold.select='device' nothing is waited for",
+    "select='device' nothing is waited for",
 }
 """Settings of which nothing is left."""
 

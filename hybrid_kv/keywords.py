@@ -7,7 +7,7 @@ from functools import wraps
 from inspect import Parameter, signature
 from typing import ParamSpec, TypeVar
 
-from hybrid_kv.config import HybridConfig
+from hybrid_kv.config import HybridConfig, as_printed
 from hybrid_kv.errors import ConfigError, nearest_name
 from hybrid_kv.plugins import METHODS
 
@@ -62,9 +62,10 @@ def refuse_unknown(
 
 
 def _settings_like(name: str) -> set[str]:
-    """Dotted names of the settings of all methods; where the default method has one of this name,
+    """Printed names of the settings of all methods; where the default method has one of this name,
     that is meant.
     """
     usual = HybridConfig.settings_of(HybridConfig().method)
     same = {setting for setting in usual if setting.split(".")[-1] == name}
-    return same or {known for method in METHODS for known in HybridConfig.settings_of(method)}
+    every = (HybridConfig.settings_of(method) for method in METHODS)
+    return set(map(as_printed, same or {setting for found in every for setting in found}))

@@ -67,7 +67,7 @@ class Index(ABC):
     joint: the queries of one search choose together, as the query heads of one token do; for
         several tokens it is searched one by one.
     ranks: whether a search finds nearly all of the best keys one by one, so that those it leaves
-        lie below the lowest that it found: what `cold.estimate` "gaussian" takes for granted. Not
+        lie below the lowest that it found: what `estimate` "gaussian" takes for granted. Not
         so where blocks, frames, chunks or few lists are chosen as a whole.
     """
 

@@ -121,10 +121,10 @@ class TestRefusals:
             ({"method": "hybird"}, "unknown method 'hybird'; did you mean 'hybrid'? known: full"),
             ({"window_token": 1}, "unknown hybrid setting 'window_token'; did you mean 'window_to"),
             ({"cold": {"topk": 1}}, "cold: unknown setting 'topk'; did you mean 'top_k'? known: i"),
-            ({"cold": {"index": "grpah"}}, "cold.index: unknown index 'grpah'; did you mean 'gra"),
+            ({"cold": {"index": "grpah"}}, "index: unknown index 'grpah'; did you mean 'gra"),
             (
                 {"cold": {"index": {"kind": "graph", "max_degre": 1}}},
-                "cold.index: unknown graph setting 'max_degre'; did you mean 'max_degree'?",
+                "index: unknown graph setting 'max_degre'; did you mean 'max_degree'?",
             ),
         ],
     )
@@ -138,7 +138,7 @@ class TestRefusals:
 
     def test_a_setting_of_another_index_is_refused_not_ignored(self) -> None:
         text = refusal(cold={"index": {"kind": "flat", "max_degree": 8}})
-        assert text.startswith("cold.index: unknown flat setting 'max_degree'")
+        assert text.startswith("index: unknown flat setting 'max_degree'")
 
     @pytest.mark.parametrize(
         ("settings", "text"),
@@ -156,7 +156,7 @@ class TestRefusals:
             ),
             (
                 {"cold": {"top_k": 0}},
-                "cold.top_k: input should be greater than or equal to 1 or 'al",
+                "top_k: input should be greater than or equal to 1 or 'al",
             ),
             ({"cold": 3}, "cold: a group of settings is expected, got"),
         ],
@@ -282,11 +282,11 @@ class TestSettings:
     @pytest.mark.parametrize(
         ("settings", "text"),
         [
-            ({"top_kk": "6"}, "unknown hybrid setting 'top_kk'; did you mean 'cold.top_k'?"),
+            ({"top_kk": "6"}, "unknown hybrid setting 'top_kk'; did you mean 'top_k'?"),
             ({"cold.topk": "6"}, "cold: unknown setting 'topk'; did you mean 'top_k'?"),
             ({"params": "6"}, "unknown hybrid setting 'params'"),
             ({"method": "full", "top_k": "6"}, "unknown full setting 'top_k'"),
-            ({"top_k": "6", "cold.top_k": "7"}, "setting 'cold.top_k' is given twice; keep one"),
+            ({"top_k": "6", "cold.top_k": "7"}, "setting 'top_k' is given twice; keep one"),
         ],
     )
     def test_what_cannot_be_placed_is_refused(self, settings: Any, text: str) -> None:
@@ -342,7 +342,7 @@ class TestGroupsGivenInPart:
             index = HybridConfig(method="own", **settings).cold.index
             assert index == IndexConfig(kind="graph", max_degree=8, interval=usual.interval)
         assert refusal(method="own", cold={"index": {"kind": "flat", "max_degree": 8}}).startswith(
-            "cold.index: unknown flat setting 'max_degree'"
+            "index: unknown flat setting 'max_degree'"
         )
         named = HybridConfig(method="own", index={"kind": "graph", "max_degree": 8}).cold.index
         assert named.interval == 1, "a kind that is named begins with its own defaults"
@@ -414,15 +414,15 @@ class TestBuiltInMethods:
             ({"select": "device", "look_ahead_factor": 2}, "cold: look_ahead_factor has no effect"),
             (
                 {"method": "flat", "rerank": 4},
-                "cold.index: rerank has no effect with precision 'exact', which scores every key",
+                "index: rerank has no effect with precision 'exact', which scores every key",
             ),
             (
                 {"method": "retrieval_attention", "link_positions": 99},
-                "cold.index: link_positions has no effect with link_keys 0",
+                "index: link_positions has no effect with link_keys 0",
             ),
             (
                 {"method": "infllm", "sampled_queries": 0, "local_tokens": 99},
-                "cold.index: local_tokens has no effect with sampled_queries 0",
+                "index: local_tokens has no effect with sampled_queries 0",
             ),
             (
                 {"method": "snapkv", "sure_ratio": 0.1},
@@ -477,10 +477,10 @@ class TestBuiltInMethods:
     def test_settings_of_another_kind_are_refused_and_leave_the_index(self) -> None:
         """Regression: they chose index kind flat under the method's name."""
         assert refusal(method="ivf", rerank=4).startswith(
-            "cold.index: 'rerank' is a setting of kind flat, label_channels, pca"
+            "index: 'rerank' is a setting of kind flat, label_channels, pca"
         )
         assert refusal(rerank=2).endswith(
-            "got another kind; set cold.index=flat beside it or leave it out"
+            "got another kind; set index=flat beside it or leave it out"
         )
         ivf = HybridConfig(method="ivf", nprobe=4)
         assert (ivf.cold.index.kind, ivf.cold.index.nprobe) == ("ivf", 4)
@@ -513,10 +513,10 @@ class TestBuiltInMethods:
     @pytest.mark.parametrize(
         ("settings", "text"),
         [
-            ({"top_k": 7, "cold.top_k": 8}, "setting 'cold.top_k' is given twice; keep one"),
-            ({"top_k": 7, "cold": {"top_k": 8}}, "setting 'cold.top_k' is given twice; keep one"),
-            ({"kind": "flat", "index": "graph"}, "setting 'cold.index.kind' is given twice; keep"),
-            ({"top_kk": 7}, "unknown hybrid setting 'top_kk'; did you mean 'cold.top_k'? known:"),
+            ({"top_k": 7, "cold.top_k": 8}, "setting 'top_k' is given twice; keep one"),
+            ({"top_k": 7, "cold": {"top_k": 8}}, "setting 'top_k' is given twice; keep one"),
+            ({"kind": "flat", "index": "graph"}, "setting 'index.kind' is given twice; keep"),
+            ({"top_kk": 7}, "unknown hybrid setting 'top_kk'; did you mean 'top_k'? known:"),
             ({"cold.topk": 7}, "cold: unknown setting 'topk'; did you mean 'top_k'? known: "),
             ({"method": "full", "top_k": 7}, "unknown full setting 'top_k'; known: "),
         ],

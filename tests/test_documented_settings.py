@@ -11,7 +11,7 @@ import pytest
 
 from hybrid_kv.cli.method_pages import Parameter, parameters_of
 from hybrid_kv.cli.settings import parse_settings, read_settings
-from hybrid_kv.config import HybridConfig, MethodConfig
+from hybrid_kv.config import HybridConfig, MethodConfig, as_printed
 from hybrid_kv.errors import ConfigError
 from hybrid_kv.plugins import METHODS
 
@@ -19,8 +19,8 @@ BESIDE: dict[str, dict[str, Any]] = {
     "prompt_scores": {"sampled_queries": {"prompt_scores": "sampled"}},
     "value_weighting": {"sure_ratio": {"value_weighting": "values"}},
     "spare_tokens": {"page_budget": {"spare_tokens": 32}},
-    "cold.index.precision": {"cold.index.rerank": {"cold.index.precision": "int8"}},
-    "cold.index.link_keys": {"cold.index.link_positions": {"cold.index.link_keys": 900}},
+    "index.precision": {"index.rerank": {"index.precision": "int8"}},
+    "index.link_keys": {"index.link_positions": {"index.link_keys": 900}},
 }
 """Of a method that has the first setting, what must stand beside the second to let it act."""
 BY_HAND: dict[str, Any] = {
@@ -30,7 +30,7 @@ BY_HAND: dict[str, Any] = {
     "chain.then": "think",
     "share.of": "pyramidkv",
     "locret.heads": "trained.safetensors",
-    "rekv.cold.max_tokens": 2**14,  # at least its 64 frames
+    "rekv.max_tokens": 2**14,  # at least its 64 frames
     "share.selection_layers": (1, 3),
     "tidal_decode.selection_layers": (1, 3),
 }
@@ -41,7 +41,7 @@ def other(method: str, one: Parameter) -> Any:
     if f"{method}.{one.name}" in BY_HAND:
         return BY_HAND[f"{method}.{one.name}"]
     default, words = one.default, one.range.split(" or ")
-    if one.name == "cold.index":
+    if one.name == "index":
         return default  # some methods have one kind alone
     if one.range == "true or false":
         return not default
@@ -56,7 +56,7 @@ def other(method: str, one: Parameter) -> Any:
         return default + 0.25 if words[0] == "a number from 1" else default * 0.5
     if words[0] == "a text":
         return ((0.5, 0.25),)
-    if one.name == "cold.estimate" and not METHODS[method].params().cold.index.ranks:
+    if one.name == "estimate" and not METHODS[method].params().cold.index.ranks:
         words = [word for word in words if word != "gaussian"]
     value = next(word for word in words if word != str(default))
     return int(value) if value.isdigit() else value
@@ -66,7 +66,7 @@ def without_effect(method: str, one: Parameter) -> bool:
     """Whether the method's own index kind gives the setting nothing to do."""
     if not hasattr(METHODS[method].params(), "cold"):
         return False
-    return one.name == "cold.select" and method != "hybrid" and other(method, one) == "device"
+    return one.name == "select" and method != "hybrid" and other(method, one) == "device"
 
 
 def beside(method: str, one: Parameter, names: set[str]) -> dict[str, Any]:
@@ -74,7 +74,9 @@ def beside(method: str, one: Parameter, names: set[str]) -> dict[str, Any]:
     for needed, settings in BESIDE.items():
         if needed in names:
             found |= settings.get(one.name, {})
-    if one.name.startswith("cold.") and "demote" in names:
+    cold = getattr(METHODS[method].params(), "cold", None)
+    of_cold = cold is not None and one.name.partition(".")[0] in type(cold).model_fields
+    if of_cold and "demote" in names:
         found["demote"] = "offload"
     return found
 
@@ -98,6 +100,10 @@ def values(tree: Any, prefix: str = "") -> dict[str, Any]:
     }
 
 
+def printed_values(config: HybridConfig) -> dict[str, Any]:
+    return {as_printed(name): value for name, value in values(config.flat()).items()}
+
+
 def as_text(value: Any) -> str:
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
@@ -114,13 +120,13 @@ def test_every_printed_setting_is_set_by_its_name_and_changes_nothing_else(
             with pytest.raises(ConfigError, match=r"has no effect|select 'device'"):
                 HybridConfig(method=method, **wanted)
             continue
-        usual = values(HybridConfig(method=method).flat())
+        usual = printed_values(HybridConfig(method=method))
         config = HybridConfig(method=method, **wanted)
         changed = {
-            name for name, value in values(config.flat()).items() if value != usual.get(name)
+            name for name, value in printed_values(config).items() if value != usual.get(name)
         }
         groups = {name.partition(".")[0] for name in changed}
-        expected = {name for name in wanted if name != "cold.index"}
+        expected = {name for name in wanted if name != "index"}
         assert expected in (changed, groups), one.name
         if one.name in ("chain.first", "share.of"):
             continue

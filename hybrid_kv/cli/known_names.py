@@ -74,8 +74,8 @@ def settings(ctx: typer.Context, incomplete: str) -> list[str]:
     method = ctx.params.get("method") or HybridConfig().method
     if method not in METHODS:
         return []
-    if incomplete.startswith("cold.index="):
-        return _starting(incomplete, [f"cold.index={kind}" for kind in INDEXES])
+    if incomplete.startswith("index="):
+        return _starting(incomplete, [f"index={kind}" for kind in INDEXES])
     known = [*parameters_of(METHODS[method].params), *common_parameters()]
     dotted = [parameter.name for parameter in known]
     last = [name.rpartition(".")[2] for name in dotted]

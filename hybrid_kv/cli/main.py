@@ -103,7 +103,7 @@ _EXAMPLES: dict[Callable[..., None], str] = {
     plan: "hybrid-kv plan random:llama-3-8b --context 128k --card rtx-4090 --host-memory 64GiB",
     evaluate: "hybrid-kv eval smollm2 --tasks key_value,perplexity --methods hybrid,quest "
     "--budget 2%,10% -o results",
-    serve: "hybrid-kv serve smollm2 --port 8000 --set cold.top_k=128",
+    serve: "hybrid-kv serve smollm2 --port 8000 --set top_k=128",
     report: "hybrid-kv report before.json after.json --html report.html",
     methods: "hybrid-kv methods hybrid",
     heads: "hybrid-kv heads smollm2 --text book.txt -o heads.json",

@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -19,7 +19,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from hybrid_kv.config import HybridConfig, MethodConfig, PluginConfig, settings_in
+from hybrid_kv.config import HybridConfig, MethodConfig, PluginConfig, as_printed, settings_in
 from hybrid_kv.plugins import METHODS, Plugin
 
 
@@ -45,7 +45,7 @@ class Parameter:
 
 def parameters_of(params: type[BaseModel]) -> list[Parameter]:
     """The settings of a plug-in's parameter group; those of groups inside it by dotted name."""
-    return list(_walk(params(), ""))
+    return [replace(one, name=as_printed(one.name)) for one in _walk(params(), "")]
 
 
 def common_parameters() -> list[Parameter]:

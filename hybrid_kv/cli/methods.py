@@ -104,7 +104,7 @@ def _print_all(kept: list[Plugin[Any]], kinds: list[Plugin[Any]], *, with_parame
     if not with_parameters:
         _print_table(out, "Methods (--method NAME)", kept)
         out.print()
-        _print_table(out, "Index kinds (--set cold.index=KIND)", kinds)
+        _print_table(out, "Index kinds (--set index=KIND)", kinds)
         out.print("\nParameters of one: hybrid-kv methods NAME; of all: --verbose", style="dim")
         return
     for plugin in kept:

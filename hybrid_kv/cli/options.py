@@ -56,7 +56,7 @@ Settings = Annotated[
         "--set",
         metavar="KEY=VALUE",
         autocompletion=known_names.settings,
-        help="A setting such as top_k=64 or cold.index=hnsw; repeatable.",
+        help="A setting such as top_k=64 or index=hnsw; repeatable.",
         rich_help_panel=_MODEL,
     ),
 ]

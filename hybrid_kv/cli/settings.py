@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_kv.cli.options import ModelOptions
-from hybrid_kv.config import HybridConfig
+from hybrid_kv.config import HybridConfig, as_printed
 from hybrid_kv.errors import ConfigError, unknown_setting
 from hybrid_kv.types import Work
 
@@ -29,7 +29,8 @@ def _check_all_are_settings(method: str, given: Mapping[str, object]) -> None:
     """Raises ConfigError for a name that Python code alone may give."""
     for path in HybridConfig.python_only(method, given):
         for key in given:
-            if key == path or path.endswith(f".{key}") or key.startswith(f"{path}."):
+            below = (f"{path}.", f"{as_printed(path)}.")
+            if key == path or path.endswith(f".{key}") or key.startswith(below):
                 known = HybridConfig.settings_of(method, given)
                 raise unknown_setting(f"{method} setting", key, known)
 
@@ -142,6 +143,7 @@ def _flatten(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, o
 
 def _covers(flag: str, key: str) -> bool:
     """Whether a flag replaces a file's setting: the same name, short or long, or its group."""
+    flag, key = as_printed(flag), as_printed(key)
     same = flag == key or flag.endswith(f".{key}") or key.endswith(f".{flag}")
     return same or f".{key}.".find(f".{flag}.") >= 0
 

@@ -202,7 +202,7 @@ class DemotingParams(RetrievalParams):
             )
         if self.cold.select == "device":
             raise ValueError(
-                "cold.select 'device' serves methods whose cold tier nobody has copies of, got one "
+                "select 'device' serves methods whose cold tier nobody has copies of, got one "
                 "that keeps entries of its choice; leave it out"
             )
         return self

@@ -43,8 +43,8 @@ def _params(
     fields = _with_defaults(RetrievalParams, outer)
     fields["cold"] = group, Field(default_factory=group)
     made = _made(f"_{kind}_params", RetrievalParams, **fields)
-    beside = ", and cold.estimate" if "estimate" in cold else ""
-    made.__doc__ = f"As retrieval_attention, with cold.index of kind {kind}{beside}."
+    beside = ", and estimate" if "estimate" in cold else ""
+    made.__doc__ = f"As retrieval_attention, with index of kind {kind}{beside}."
     return made
 
 
@@ -174,7 +174,7 @@ class InfiniGenProxy(RetrievalAttention):
 class InfLLM(RetrievalAttention):
     """Retrieval of whole blocks, by the representative keys of each; nothing is lost.
 
-    Score of a block: mean of q . k over its representatives. cold.top_k 2048 is the paper's 16
+    Score of a block: mean of q . k over its representatives. top_k 2048 is the paper's 16
     blocks of 128 tokens.
 
     Deviations: those of the index (`blocks`); keys keep the positions they were written with, where
@@ -192,9 +192,9 @@ class InfLLM(RetrievalAttention):
 class ReKV(RetrievalAttention):
     """Attends the frames whose mean key is most like the mean query of a layer; nothing is lost.
 
-    A frame is a block of cold.index.page_size tokens; its vector is the mean of its keys, all heads
+    A frame is a block of index.page_size tokens; its vector is the mean of its keys, all heads
     behind each other, and the cosine with the mean query decides for all of them (index `frames`).
-    cold.top_k 12544 is the authors' 64 frames of 196 tokens.
+    top_k 12544 is the authors' 64 frames of 196 tokens.
 
     Deviations: chosen anew in every step, by its query, not once a question; frames begin where the
     cold tier does; the prompt is attended whole, not in a sliding window; no disk. A top_k that is
@@ -249,7 +249,7 @@ class SparQ(RetrievalAttention):
     Deviations: sinks and window are attended exactly, beside that estimate, which is of the cold
     tier alone; keys are not kept by channel, so that all of them are read. Each query head
     chooses by itself, where the authors add up |q| and the scores over a group
-    (cold.index.shared=true): alpha, known here of the cold tier alone, is then less certain (KL of
+    (index.shared=true): alpha, known here of the cold tier alone, is then less certain (KL of
     smollm2 at 5% of 1K tokens .13, by itself .019; without the estimate .027 and .026).
     """
 

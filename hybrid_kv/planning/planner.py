@@ -176,7 +176,7 @@ class _Planner:
         if select is not None and select.code_bytes is not None:
             learning = Learning()  # the host builds nothing
             device |= {"codes": select.num_bytes, "search": select.search}
-            settings["cold.select"] = "device"
+            settings["select"] = "device"
             ms = self._selected_ms(ms, select.code_bytes, cold)
         host = {"kv": cold * per_token, "index": index}
         if on_host:

@@ -187,7 +187,7 @@ class DeviceSelect:
 def plan_select(
     layers: Sequence[LayerShape], config: HybridConfig, cold: int, itemsize: int, free: int
 ) -> DeviceSelect | None:
-    """By the rule of `cold.select`, for `cold` tokens and `free` bytes of a device.
+    """By the rule of `select`, for `cold` tokens and `free` bytes of a device.
 
     None for a method that finds nothing in a cold tier.
     """
@@ -196,7 +196,7 @@ def plan_select(
     if settings is None or select is None:
         return None
     if select == "host":
-        return DeviceSelect(None, 0, 0, "the host searches, as cold.select says")
+        return DeviceSelect(None, 0, 0, "the host searches, as select says")
     if settings.why_host is not None:
         return DeviceSelect(None, 0, 0, f"the host searches: the device {settings.why_host}")
     if getattr(config, "demote", None) is not None:
@@ -212,7 +212,7 @@ def plan_select(
     least, count = min(needed.items())
     lacking = f"{count / 2**30:.1f} GiB, {max(0, free) / 2**30:.1f} are free"
     if select == "device":
-        why = f"the device selects, as cold.select says: {lacking}"
+        why = f"the device selects, as select says: {lacking}"
         return DeviceSelect(least, count, search, why)
     return DeviceSelect(None, 0, 0, f"the host searches: codes of {least} B a key take {lacking}")
 

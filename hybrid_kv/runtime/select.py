@@ -118,7 +118,7 @@ class Selectors:
             f"layer {layer_idx} cannot select on {device}: memory "
             f"ran out while codes of {num_keys} keys were made ({what}); the host searches for "
             "this layer, more slowly; shorten the prompt, keep fewer tokens resident or set "
-            "cold.select='host'",
+            "select='host'",
             DeviceSelectWarning,
             stacklevel=3,
         )

@@ -199,7 +199,7 @@ def _extent_of(layer: LayerStore, span: ExtentView) -> ExtentSnapshot:
         raise ConfigError(
             f"layer {layer.shape.layer_idx} finds its cold entries by a {type(index).__name__} in "
             f"the memory of {layer.resident.pool.device}, which no file holds; make the context "
-            "with cold.select='host' to save it"
+            "with select='host' to save it"
         )
     if span.length == span.extent.length:
         return ExtentSnapshot(span.length, index, live.aging)

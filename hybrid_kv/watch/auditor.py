@@ -133,7 +133,7 @@ class Auditor:
                 continue
             found = f"{_said(worst)} {said.format(where)}, more than {most}"
             if said.endswith("too much"):
-                return f"{found}: choose cold.estimate first_order or none, or raise top_k"
+                return f"{found}: choose estimate first_order or none, or raise top_k"
             by_index = 0.0 if lost is None else lost.mean
             return (
                 f"{found}; {by_index:.2f} of the attention was lost by the index, the rest by the "

@@ -84,7 +84,7 @@ def test_a_setting_of_the_cache_is_shown_where_it_belongs(llm: Any, name: str) -
             "did you mean 'page_size', a setting of the cache? write config={'p",
         ),
         ("plan", "wieghts", "plan has no keyword 'wieghts'; did you mean 'weights'?"),
-        ("plan", "top_k", "write config={'cold.top_k': 7}"),
+        ("plan", "top_k", "write config={'top_k': 7}"),
         ("attach", "confg", "attach has no keyword 'confg'; did you mean 'config'?"),
         ("HybridCache", "confg", "HybridCache has no keyword 'confg'; did you mean 'config'?"),
         ("generate", "max_tokens", "generate has no keyword 'max_tokens'; did you mean 'max_"),
@@ -109,7 +109,7 @@ def test_what_is_suggested_works(plain: PreTrainedModel) -> None:
     [
         ({"context": [64]}, "unknown setting 'context'; did you mean 'contexts'?"),
         ({"config": "qest"}, "unknown method 'qest'; did you mean 'quest'?"),
-        ({"config": {"top_kk": 3}}, "did you mean 'cold.top_k'?"),
+        ({"config": {"top_kk": 3}}, "did you mean 'top_k'?"),
         ({"config": 3}, "config must be a HybridConfig, a dict of its settings or the name"),
         ({"config": "quest", "methods": ["full"]}, "config and methods are both given; keep one"),
         ({"new_tokens": True}, "new_tokens must not be true or false"),

@@ -59,7 +59,7 @@ def test_settings_are_those_of_the_method_that_was_named() -> None:
     assert offered("hybrid-kv chat needle --set cold.top") == ["cold.top_k="]
     assert offered("hybrid-kv chat needle --method full --set top_k") == []
     assert "page_budget=" in offered("hybrid-kv chat needle --method quest --set pa")
-    assert "cold.index=graph" in offered("hybrid-kv chat needle --set cold.index=g")
+    assert "index=graph" in offered("hybrid-kv chat needle --set index=g")
     assert offered("hybrid-kv chat needle --method nonsense --set top") == []
 
 

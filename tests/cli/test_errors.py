@@ -82,7 +82,7 @@ def test_unknown_shape() -> None:
 @pytest.mark.parametrize(
     ("setting", "text"),
     [
-        ("top_k=0", "cold.top_k"),
+        ("top_k=0", "top_k"),
         ("window_tokens=40", "multiple of page_size 16, got 40"),
         ("page_size=0", "page_size"),
         ("window_tokens", "KEY=VALUE"),

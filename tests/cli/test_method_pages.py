@@ -53,7 +53,7 @@ def test_one_page_as_json() -> None:
     [
         ("snapkv", "demote", "drop or offload"),
         ("snapkv", "budget_tokens", "a whole number from 1 or all"),
-        ("snapkv", "cold.min_share", "a number from 0, below 1 or null"),
+        ("snapkv", "min_share", "a number from 0, below 1 or null"),
         ("kivi", "bits", "2 or 4 or all"),
         ("tidal_decode", "selection_layers", "a list, each a whole number from 0"),
         ("lm_infinite", "limit_distance", "true or false"),

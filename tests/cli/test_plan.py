@@ -46,10 +46,10 @@ def test_people_see_bytes_times_and_the_advice() -> None:
     sparse = call(*PLAN, "--context", "128k", "--set", "prefill=sparse").output
     for part in ("54.6 attention", "18.6 sparse attention", "sparse prefill reading 30% (assumed)"):
         assert (part in sparse, part in output) == (True, part == "54.6 attention")
-    assert "cold.select=device" in output
+    assert "select=device" in output
     assert "the device selects: codes of 64 B a key fit (computed" in output
     by_host = call(*PLAN, "--context", "128k", "--set", "cold.select=host").output
-    for part in ("GiB index", "spare_tokens=", "the host searches, as cold.select says"):
+    for part in ("GiB index", "spare_tokens=", "the host searches, as select says"):
         assert part in by_host
     assert "hybrid: cold keys and values in host memory" in output
 

@@ -105,5 +105,5 @@ def test_rows_that_were_cropped_and_forked_sample_only_what_they_hold() -> None:
 
 
 def test_only_what_samples_is_taken_for_an_index() -> None:
-    with pytest.raises(ConfigError, match=r"cold.index.kind: input should be 'lsh', got 'flat'"):
+    with pytest.raises(ConfigError, match=r"index.kind: input should be 'lsh', got 'flat'"):
         HybridConfig(method="magic_pig", cold={"index": "flat"})

@@ -419,7 +419,7 @@ def test_an_estimate_beside_copies_is_refused(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_only_what_estimates_is_taken_for_an_index() -> None:
-    with pytest.raises(ConfigError, match=r"cold.index.kind: input should be 'clusters', got 'f"):
+    with pytest.raises(ConfigError, match=r"index.kind: input should be 'clusters', got 'f"):
         HybridConfig(method="retroinfer", cold={"index": "flat"})
 
 

@@ -230,7 +230,7 @@ def test_codes_that_fit_on_the_device_are_counted_and_the_host_builds_nothing() 
     listed = cold + cold // 16 + 4096
     assert 4 * 8 * (5 * listed) <= option.device_bytes["search"] <= 4 * 8 * (5 * listed + 4 * 16384)
     assert option.select == "the device selects: codes of 64 B a key fit"
-    assert option.settings == {"cold.select": "device"}
+    assert option.settings == {"select": "device"}
     HybridConfig.from_settings(option.settings)
     assert option.host_bytes.keys() == {"kv", "index", "room"}
     assert option.host_bytes["index"] == 0
@@ -256,7 +256,7 @@ def test_codes_are_as_large_as_fit(size: int) -> None:
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
-        ({"cold": {"select": "host"}}, "as cold.select says"),
+        ({"cold": {"select": "host"}}, "as select says"),
         ({"cold": {"index": "graph"}}, "kind sketch or auto, got graph"),
     ],
 )
