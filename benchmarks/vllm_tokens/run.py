@@ -2,11 +2,12 @@
 
     python benchmarks/vllm_tokens/models.py FOLDER         # with the project's Python
     python benchmarks/vllm_tokens/run.py FOLDER            # where vLLM is installed
-    python benchmarks/vllm_tokens/run.py FOLDER --models needle --budget 2%
+    python benchmarks/vllm_tokens/needle.py FOLDER         # the answers of `load`, with the former
+    python benchmarks/vllm_tokens/run.py FOLDER --questions
 
-At budget "all" every request's tokens are compared, of both engines in float32. Of needle at
-another budget the answers to questions are compared with those of our own runtime. Stdout is one
-JSON document.
+At budget "all" all tokens are compared, of both engines in float32. At the budget of the
+questions the answers of needle are compared with those of our own runtime. Stdout is one JSON
+document.
 """
 
 from __future__ import annotations
@@ -33,9 +34,6 @@ import torch  # noqa: E402
 
 from benchmarks.vllm_tokens.models import RANDOM  # noqa: E402
 from hybrid_kv.report.compact import compact  # noqa: E402
-
-CONTEXTS, RECORDS, QUESTIONS = (6144, 8192, 12288), 64, 10
-SINKS, WINDOW = 16, 256
 
 
 def engine(folder: Path, settings: dict[str, Any] | None, longest: int) -> Any:
@@ -93,40 +91,23 @@ def compare(name: str, folder: Path, number: int, longest: int) -> dict[str, Any
     }
 
 
-def ask_needle(folder: Path, budget: str, task: str, context: int) -> dict[str, Any]:
-    """One row: answers to questions about one haystack, of vLLM with hybrid_kv and of `load`."""
-    import hybrid_kv as hkv
-    from benchmarks.common.accuracy import answer
-    from hybrid_kv.config import budget_tokens
-    from hybrid_kv.eval import prefilled
-    from hybrid_kv.eval.needle import is_correct, make_sample
-
-    sample = make_sample(task, context, num_records=RECORDS, num_questions=QUESTIONS, seed=context)
-    text = sample.context.tolist()
-    prompts = [text + list(one.ids) for one in sample.questions]
-    counts = [len(one.answer) for one in sample.questions]
-    settings = {"budget": budget, "sink_tokens": SINKS, "window_tokens": WINDOW}
+def ask_needle(folder: Path, asked: dict[str, Any]) -> dict[str, Any]:
+    """One row: answers of vLLM to questions about one haystack, beside those of `needle.py`."""
+    prompts, right = asked["prompts"], asked["right"]
+    counts = [len(one) for one in right]
+    longest = max(map(len, prompts)) + 64
     alone, beside = (
-        answers(engine(folder, how, context + 256), prompts, counts) for how in (None, settings)
+        answers(engine(folder, settings, longest), prompts, counts)
+        for settings in (None, asked["settings"])
     )
-    config = hkv.HybridConfig(
-        method="retrieval_attention",
-        sink_tokens=SINKS,
-        window_tokens=WINDOW,
-        dense_extend_tokens=256,
-        cold={"top_k": budget_tokens(budget, context), "index": {"kind": "sketch"}},
-    )
-    with hkv.load(str(folder), dtype="float32") as llm:
-        prompt = prefilled.prefill(llm.runtime, sample.context, config.build().needs)
-        cache = prefilled.open_cache(llm.runtime, config, prompt)
-        own = [answer(llm.runtime, cache, question) for question in sample.questions]
-    right = {
-        f"{who}_right": sum(map(is_correct, sample.questions, given))
-        for who, given in (("vllm", alone), ("vllm_hybrid", beside), ("load", own))
+    given = {"vllm": alone, "vllm_hybrid": beside, "load": asked["answers"]}
+    correct = {
+        f"{who}_right": sum(a == b for a, b in zip(own, right, strict=True))
+        for who, own in given.items()
     }
-    same = sum(a == b for a, b in zip(beside, own, strict=True))
-    return {"task": task, "context": context, "budget": budget, "asked": len(own), **right,
-            "equal_answers": same}  # fmt: skip
+    same = sum(a == b for a, b in zip(beside, asked["answers"], strict=True))
+    named = {name: asked[name] for name in ("task", "context", "budget")}
+    return {**named, "asked": len(right), **correct, "equal_answers": same}
 
 
 def main() -> None:
@@ -135,25 +116,23 @@ def main() -> None:
     parser.add_argument("--models", default=",".join([*RANDOM, "smollm2"]))
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--longest", type=int, default=1500, help="tokens of a prompt")
-    parser.add_argument("--budget", default="all", help="of needle alone, if it is another one")
-    parser.add_argument("--contexts", default=",".join(map(str, CONTEXTS)), help="of needle")
+    parser.add_argument("--questions", action="store_true", help="those of needle.py, and no more")
     options = parser.parse_args()
     torch.set_num_threads(1)
     from hybrid_kv.vllm.plugin import register
 
     register()
     rows = []
-    for name in options.models.split(","):
-        begin, folder = perf_counter(), options.folder / name
-        if name == "needle" and options.budget != "all":
-            for context in map(int, options.contexts.split(",")):
-                for task in ("key_value", "multi_query"):
-                    rows.append(ask_needle(folder, options.budget, task, context))
-                    print(rows[-1], file=sys.stderr)
-        else:
-            rows.append(compare(name, folder, options.requests, options.longest))
-            print(rows[-1], f"{perf_counter() - begin:.0f} s", file=sys.stderr)
-    print(compact({"benchmark": "vllm_tokens", "budget": options.budget, "rows": rows}))
+    if options.questions:
+        folder = options.folder / "needle"
+        for asked in json.loads((folder / "questions.json").read_text()):
+            rows.append(ask_needle(folder, asked))
+            print(rows[-1], file=sys.stderr)
+    for name in () if options.questions else options.models.split(","):
+        begin = perf_counter()
+        rows.append(compare(name, options.folder / name, options.requests, options.longest))
+        print(rows[-1], f"{perf_counter() - begin:.0f} s", file=sys.stderr)
+    print(compact({"benchmark": "vllm_tokens", "questions": options.questions, "rows": rows}))
 
 
 if __name__ == "__main__":
