@@ -36,7 +36,7 @@ from benchmarks.vllm_tokens.models import RANDOM  # noqa: E402
 from hybrid_kv.report.compact import compact  # noqa: E402
 
 
-def engine(folder: Path, settings: dict[str, Any] | None, longest: int) -> Any:
+def engine(folder: Path, settings: dict[str, Any] | None, longest: int, **options: Any) -> Any:
     from vllm import LLM
 
     extra = {} if settings is None else {"additional_config": {"hybrid_kv": settings}}
@@ -50,6 +50,7 @@ def engine(folder: Path, settings: dict[str, Any] | None, longest: int) -> Any:
         max_num_seqs=32,
         block_size=128,
         **extra,
+        **options,
     )
 
 

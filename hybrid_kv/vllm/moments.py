@@ -38,6 +38,9 @@ class PrefixMoments:
         self._has = np.zeros(len(blocks), bool)
         self._kept: dict[int, Tail] = {}  # the one used last at the end
 
+    def __len__(self) -> int:
+        return len(self._kept)
+
     def overwrite(self, slots: npt.NDArray[np.int64]) -> None:
         """Take note that keys in these slots are others than before."""
         blocks = np.unique(slots // self._blocks.shape[3])
