@@ -392,7 +392,7 @@ class HybridConfig(PluginConfig):
 
     registry: ClassVar[Registry[Any]] = METHODS
     name_field: ClassVar[str] = "method"
-    in_python = frozenset({"prefill_states", "dense_extend_tokens"})
+    in_python = frozenset({"prefill_states", "dense_extend_tokens", "compile_decode"})
 
     method: str = "hybrid"
     page_size: Count = 16

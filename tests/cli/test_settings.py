@@ -86,7 +86,7 @@ def test_yes_and_no_are_no_numbers_or_names(tmp_path: Path, yaml: str) -> None:
 
 
 def test_what_is_true_or_false_stays_so(tmp_path: Path) -> None:
-    yaml = "compile_decode: yes\ncold.index: {kind: hnsw, centre: no}"
+    yaml = "capture_decode: yes\ncold.index: {kind: hnsw, centre: no}"
     config = build_config(options(tmp_path, yaml))
-    assert config.compile_decode is True
+    assert config.capture_decode is True
     assert config.cold.index.centre is False

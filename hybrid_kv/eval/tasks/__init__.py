@@ -9,7 +9,7 @@ from hybrid_kv.eval.tasks.base import (
     TextQuestion,
     TextSample,
 )
-from hybrid_kv.eval.tasks.data_sets import InfiniteBench, LongBench, RulerFiles
+from hybrid_kv.eval.tasks.data_sets import InfiniteBench, LongBench, Recorded, RulerFiles
 from hybrid_kv.eval.tasks.documents import MultiHopQA, Perplexity, SingleHopQA
 from hybrid_kv.eval.tasks.needles import (
     KeyValue,
@@ -23,7 +23,6 @@ from hybrid_kv.eval.tasks.needles import (
     Single2,
     Single3,
 )
-from hybrid_kv.eval.tasks.recorded import Recorded
 from hybrid_kv.eval.tasks.ruler import CommonWords, FrequentWords, MostFrequent, VariableTracking
 
 RULER = (

@@ -165,7 +165,7 @@ class Task:
     """One kind of question; one object makes all of its samples.
 
     reads: it asks nothing, but lets the model read on (see `hybrid_kv.eval.tasks.documents`).
-    recorded: it asks what stands in a file of the user's (`hybrid_kv.eval.tasks.recorded`).
+    recorded: it asks what stands in a file of the user's (`hybrid_kv.eval.tasks.data_sets`).
     """
 
     Params: ClassVar[type[BaseModel]] = Params
