@@ -157,7 +157,7 @@ def main() -> None:
     folder = options.folder / "llama"
     if not (folder / "config.json").exists():
         save_random("llama", folder)
-    blocks = 10 * LONGEST // 128  # for most of the requests: the others are preempted
+    blocks = 6 * LONGEST // 128  # for most of the requests: the others are preempted
     llm = engine(folder, SETTINGS, LONGEST + 200, num_gpu_blocks_override=blocks)
     soak = Soak(llm, options.seed)
     begin = perf_counter()
