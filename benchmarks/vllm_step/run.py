@@ -11,7 +11,7 @@ case of a search, as the queries of a group have no key in common. Times are CPU
 from __future__ import annotations
 
 import argparse
-import json
+
 import os
 import random
 import statistics
@@ -33,6 +33,7 @@ os.environ |= {
 import torch  # noqa: E402
 
 from hybrid_kv.config import parse_count  # noqa: E402
+from hybrid_kv.report.compact import compact  # noqa: E402
 
 CHUNK = 16384
 SHAPE = {
@@ -164,7 +165,7 @@ def main() -> None:
             "hybrid_ms": round(statistics.median(ours), 2),
             "ratio": round(statistics.median(b / a for a, b in zip(stock, ours, strict=True)), 3),
         }
-    print(json.dumps(found))
+    print(compact(found))
 
 
 if __name__ == "__main__":
