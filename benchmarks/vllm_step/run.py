@@ -11,7 +11,6 @@ case of a search, as the queries of a group have no key in common. Times are CPU
 from __future__ import annotations
 
 import argparse
-
 import os
 import random
 import statistics
