@@ -56,7 +56,7 @@ def test_methods_are_offered() -> None:
 def test_settings_are_those_of_the_method_that_was_named() -> None:
     assert offered("hybrid-kv generate needle --set window") == ["window_tokens="]
     assert offered("hybrid-kv generate needle --set top_k") == ["top_k="]
-    assert offered("hybrid-kv chat needle --set cold.top") == ["cold.top_k="]
+    assert offered("hybrid-kv chat needle --set index.t") == ["index.target_recall="]
     assert offered("hybrid-kv chat needle --method full --set top_k") == []
     assert "page_budget=" in offered("hybrid-kv chat needle --method quest --set pa")
     assert "index=graph" in offered("hybrid-kv chat needle --set index=g")
