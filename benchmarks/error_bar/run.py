@@ -2,6 +2,7 @@
 
     python benchmarks/texts/make.py TEXTS
     python benchmarks/error_bar/run.py TEXTS --rows ROWS.csv   # goes on where it was stopped
+    python benchmarks/error_bar/run.py TEXTS --rows ROWS.csv --prefills PREFILLS
     python benchmarks/error_bar/fit.py ROWS.csv                # constants, tables
     python benchmarks/error_bar/cost.py                        # a step with and without
 
@@ -9,7 +10,9 @@ SmolLM2-135M (extra smollm2, float32) reads the first tokens of a text exactly, 
 them in turn, and full attention goes on greedily. The same tokens then pass through `hybrid` at
 each budget, one by one. Of each the CSV has the KL divergence from full attention and whether the
 most probable token is another one, with half, entropy and margin as `token_errors` of `generate`
-has them. Texts come in rounds of the eight kinds.
+has them. Texts come in rounds of the eight kinds. `--prefills` takes the texts that
+`benchmarks/texts/run.py` has read exactly, 4,096, 3,072 or 2,048 tokens of them in turn, and reads
+none anew; of a text that is cut indexes learn from its sampled queries alone.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import csv
 import gc
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -32,18 +36,20 @@ from torch import Tensor
 
 import hybrid_kv as hkv
 from benchmarks.texts.make import TEXTS, Text
-from benchmarks.texts.run import in_rounds
+from benchmarks.texts.run import in_rounds, restored
 from hybrid_kv.config import HybridConfig
 from hybrid_kv.eval.prefilled import PrefilledPrompt, open_cache, prefill
 from hybrid_kv.models.attach import Attachment
 from hybrid_kv.models.forwards import passing
 from hybrid_kv.models.hf_cache import TieredCache
+from hybrid_kv.types import Evidence
 from hybrid_kv.watch.token_errors import HalfWatcher, spread_of
 
 MODEL = "smollm2"
 COLUMNS = ("text", "kind", "tokens", "budget", "kl", "flip", "half", "entropy", "margin")
 BUDGETS = ("1%", "2%", "5%")
 LENGTHS = (4096, 2048, 6144, 3072)
+KEPT_LENGTHS = (4096, 2048, 3072)
 _PAGE = 8
 """Tokens; 1% of 2,048 are 20."""
 
@@ -87,13 +93,45 @@ def rows_of(
     cache.close()
 
 
+def cut(prompt: PrefilledPrompt, tokens: int) -> PrefilledPrompt:
+    """The first tokens of a prompt as a prompt, with what is known of their queries."""
+
+    def own(one: Evidence) -> Evidence:
+        positions, queries = one.sampled_positions, one.sampled_queries
+        if positions is not None and queries is not None:
+            inside = positions < tokens
+            positions, queries = positions[inside], queries[:, inside]
+        return replace(
+            one,
+            num_tokens=tokens,
+            sampled_positions=positions,
+            sampled_queries=queries,
+            last_queries=None,
+        )
+
+    layers = tuple((k[:, :, :tokens], v[:, :, :tokens]) for k, v in prompt.layers)
+    evidence = tuple(tuple(own(row) for row in rows) for rows in prompt.evidence)
+    return PrefilledPrompt(prompt.ids[:, :tokens], layers, evidence)
+
+
 def measure(
-    runtime: Attachment, ids: Sequence[int], budgets: Sequence[str], steps: int
+    runtime: Attachment,
+    ids: Sequence[int],
+    budgets: Sequence[str],
+    steps: int,
+    known: PrefilledPrompt | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """Rows of one text, by budget."""
+    """Rows of one text, by budget.
+
+    Args:
+        known: an exact reading of at least all but the last id; None makes one.
+    """
     base = HybridConfig(page_size=_PAGE)
     configs = [base.at_budget(budget, len(ids)) for budget in budgets]
-    prompt = prefill(runtime, np.array(ids[:-1]), configs[0].build().needs)
+    if known is None:
+        prompt = prefill(runtime, np.array(ids[:-1]), configs[0].build().needs)
+    else:
+        prompt = cut(known, len(ids) - 1)
     full = go_on(runtime, prompt, ids[-1], steps)
     for budget, config in zip(budgets, configs, strict=True):
         for row in rows_of(runtime, config, prompt, ids[-1], full):
@@ -120,23 +158,33 @@ def ids_of(folder: Path, text: Text, tokenizer: Any, tokens: int) -> list[int]:
     return ids[:tokens]
 
 
+def exact_reading(folder: Path | None, text: Text) -> PrefilledPrompt | None:
+    """What `benchmarks/texts/run.py` kept of a text; None for nothing."""
+    found = [] if folder is None else sorted(folder.glob(f"{text.name}-*.pt"))
+    return restored(*torch.load(found[0], weights_only=False)).prompt if found else None
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("texts", type=Path, help="folder of benchmarks/texts/make.py")
     parser.add_argument("--rows", type=Path, required=True, help="CSV")
     parser.add_argument("--steps", type=int, default=96, help="tokens of each text and budget")
+    parser.add_argument("--prefills", type=Path, help="folder of benchmarks/texts/run.py")
     parser.add_argument("--budgets", default=BUDGETS, type=lambda text: tuple(text.split(",")))
     args = parser.parse_args()
     known = kept(args.rows)
     texts = [one for one in TEXTS if (args.texts / f"{one.name}.txt").exists()]
+    lengths = LENGTHS if args.prefills is None else KEPT_LENGTHS
     with hkv.load(MODEL, dtype="float32", dequantize=True) as llm:
         tokenizer = llm.require_tokenizer()
         for number, text in enumerate(in_rounds(texts)):
             if text.name in known:
                 continue
-            begin, tokens = perf_counter(), LENGTHS[(number + number // 8) % len(LENGTHS)]
+            if (reading := exact_reading(args.prefills, text)) is None and args.prefills:
+                continue
+            begin, tokens = perf_counter(), lengths[(number + number // 8) % len(lengths)]
             ids = ids_of(args.texts, text, tokenizer, tokens)
-            rows = list(measure(llm.runtime, ids, args.budgets, args.steps))
+            rows = list(measure(llm.runtime, ids, args.budgets, args.steps, reading))
             with args.rows.open("a", newline="") as file:
                 writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
                 writer.writerows({"text": text.name, "kind": text.kind, **row} for row in rows)

@@ -157,7 +157,7 @@ def read_exactly(
 ) -> Kept:
     """The prompt under full attention; from `path`, where an earlier run left all evidence."""
     if path is not None and path.exists():
-        kept = _restored(*torch.load(path, weights_only=False))
+        kept = restored(*torch.load(path, weights_only=False))
         if kept.needs | needs == kept.needs:
             return kept
     shared = SharedPrompt(place.runtime, prompt.context, needs)
@@ -175,7 +175,7 @@ def read_exactly(
         shared.close()
 
 
-def _restored(prompt: PrefilledPrompt, *others: Any) -> Kept:
+def restored(prompt: PrefilledPrompt, *others: Any) -> Kept:
     """What was kept, a prompt of an earlier version with the defaults of fields that it lacks."""
     known = {one.name for one in fields_of(PrefilledPrompt) if hasattr(prompt, one.name)}
     return Kept(PrefilledPrompt(**{name: getattr(prompt, name) for name in known}), *others)

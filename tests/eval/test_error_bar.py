@@ -7,10 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from benchmarks.error_bar import fit
 from benchmarks.error_bar.fit import Rows, auc, by_budget, learned, left_out, logistic, risk
-from benchmarks.error_bar.run import COLUMNS, kept
+from benchmarks.error_bar.run import COLUMNS, cut, kept
+from hybrid_kv.eval.prefilled import PrefilledPrompt
+from hybrid_kv.types import Evidence
 
 
 @pytest.fixture
@@ -76,3 +79,20 @@ def test_rows_come_from_a_csv_that_is_gone_on_with(tmp_path: Path) -> None:
         )
     assert kept(path) == {"x"}
     assert Rows.read(path).size == pytest.approx([0.02])
+
+
+def test_a_reading_is_cut_with_what_is_known_of_its_queries() -> None:
+    queries, k = torch.randn(4, 5, 8), torch.randn(1, 2, 40, 8)
+    seen = Evidence(40, queries, queries, torch.tensor([0, 8, 16, 24, 32]))
+    whole = PrefilledPrompt(torch.arange(40)[None], ((k, k + 1),), ((seen,),))
+    part = cut(whole, 17)
+    assert part.ids.tolist() == [list(range(17))]
+    assert torch.equal(part.layers[0][0], k[:, :, :17])
+    assert torch.equal(part.layers[0][1], k[:, :, :17] + 1)
+    (row,) = part.evidence[0]
+    assert row.num_tokens == 17
+    assert row.last_queries is None
+    assert row.sampled_positions is not None
+    assert row.sampled_queries is not None
+    assert row.sampled_positions.tolist() == [0, 8, 16]
+    assert torch.equal(row.sampled_queries, queries[:, :3])

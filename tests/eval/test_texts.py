@@ -79,7 +79,7 @@ def test_a_reading_of_an_earlier_version_is_taken_up() -> None:
     old = object.__new__(PrefilledPrompt)
     for name, value in (("ids", torch.ones(1, 3)), ("layers", ()), ("evidence", ())):
         object.__setattr__(old, name, value)
-    kept = run._restored(old, Needs(), torch.ones(1), {})
+    kept = run.restored(old, Needs(), torch.ones(1), {})
     assert kept.prompt.others == {}
 
 
