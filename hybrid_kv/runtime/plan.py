@@ -113,6 +113,7 @@ class PlannedSteps:
         if read is None and (read := self._read) is None:
             read = self._method.read(self._layer_idx, step.q)
             self._read = read if self._reads_alike else None
+        read = self._means.followed(self._layer_idx, read)
         if widening != 1:
             read = read.widened(widening)
         compiled, numbers = self._compiled, self._means.numbers
