@@ -8,11 +8,11 @@
 
 SmolLM2-135M (extra smollm2, float32) reads the first tokens of a text exactly, 2K, 3K, 4K or 6K of
 them in turn, and full attention goes on greedily. The same tokens then pass through `hybrid` at
-each budget, one by one. Of each the CSV has the KL divergence from full attention and whether the
-most probable token is another one, with half, entropy and margin as `token_errors` of `generate`
-has them. Texts come in rounds of the eight kinds. `--prefills` takes the texts that
-`benchmarks/texts/run.py` has read exactly, 4,096, 3,072 or 2,048 tokens of them in turn, and reads
-none anew; of a text that is cut indexes learn from its sampled queries alone.
+each budget, one by one, or `--at-once` so many. Of each the CSV has the KL divergence from full
+attention and whether the most probable token is another one, with half, entropy and margin as
+`token_errors` of `generate` has them. Texts come in rounds of the eight kinds. `--prefills` takes
+what `benchmarks/texts/run.py` has read exactly, 4,096, 2,048 or 3,072 tokens in turn, and reads
+2,048 of other texts; of a text that is cut indexes learn from its sampled queries alone.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from hybrid_kv.eval.prefilled import PrefilledPrompt, open_cache, prefill
 from hybrid_kv.models.attach import Attachment
 from hybrid_kv.models.forwards import passing
 from hybrid_kv.models.hf_cache import TieredCache
-from hybrid_kv.types import Evidence
-from hybrid_kv.watch.token_errors import HalfWatcher, spread_of
+from hybrid_kv.types import Evidence, PartialAttention
+from hybrid_kv.watch.token_errors import HalvedStep, halves_of, spread_of
 
 MODEL = "smollm2"
 COLUMNS = ("text", "kind", "tokens", "budget", "kl", "flip", "half", "entropy", "margin")
@@ -54,42 +54,68 @@ _PAGE = 8
 """Tokens; 1% of 2,048 are 20."""
 
 
-def forward(runtime: Attachment, cache: TieredCache, token: int) -> Tensor:
-    """Logits [V] behind one more token."""
+class Halves:
+    """Watcher that takes `half` of every token, a mean over heads and layers."""
+
+    def __init__(self) -> None:
+        self._halves: list[Tensor] = []
+
+    def wants(self, layer_idx: int, q: Tensor) -> bool:
+        """All steps of all layers."""
+        return True
+
+    def add(self, step: HalvedStep, part: PartialAttention) -> None:
+        """Takes the step of a layer."""
+        self._halves.append(halves_of(step, part).flatten(0, 1))
+
+    def take(self) -> list[float]:
+        """By token, since the last call."""
+        halves, self._halves = self._halves, []
+        return torch.cat(halves).mean(0).tolist()  # type: ignore[no-any-return]
+
+
+def forward(runtime: Attachment, cache: TieredCache, tokens: Sequence[int]) -> Tensor:
+    """Logits [T, V] behind each of more tokens."""
     with torch.inference_mode():
-        step = torch.tensor([[token]])
+        step = torch.tensor([list(tokens)])
         logits: Tensor = runtime.model(step, **passing(cache), use_cache=True).logits
-    return logits[0, -1]
+    return logits[0]
 
 
 def go_on(runtime: Attachment, prompt: PrefilledPrompt, last: int, steps: int) -> Tensor:
     """Logits [steps, V] of full attention, which reads its own most probable tokens."""
     cache, found, token = open_cache(runtime, HybridConfig(method="full"), prompt), [], last
     for _ in range(steps):
-        found.append(forward(runtime, cache, token))
+        found.append(forward(runtime, cache, [token])[0])
         token = int(found[-1].argmax())
     cache.close()
     return torch.stack(found)
 
 
 def rows_of(
-    runtime: Attachment, config: HybridConfig, prompt: PrefilledPrompt, last: int, full: Tensor
+    runtime: Attachment,
+    config: HybridConfig,
+    prompt: PrefilledPrompt,
+    last: int,
+    full: Tensor,
+    at_once: int = 1,
 ) -> Iterator[dict[str, Any]]:
     """What a configuration gives for each of the same tokens."""
-    cache, halves, token = open_cache(runtime, config, prompt), HalfWatcher(), last
+    cache, halves, best = open_cache(runtime, config, prompt), Halves(), full.argmax(-1).tolist()
     cache.kv.watchers.append(halves)
-    for true in full:
-        logits = forward(runtime, cache, token)
-        logs, exact = logits.log_softmax(-1), true.log_softmax(-1)
-        entropy, margin = spread_of(logits).tolist()
-        token = int(true.argmax())
-        yield {
-            "kl": f"{float((exact.exp() * (exact - logs)).sum().clamp_min(0)):.4g}",
-            "flip": int(int(logits.argmax()) != token),
-            "half": f"{halves.take():.5g}",
-            "entropy": f"{entropy:.5g}",
-            "margin": f"{margin:.5g}",
-        }
+    for some in torch.arange(len(full)).split(at_once):
+        first, end = int(some[0]), int(some[-1]) + 1
+        block = forward(runtime, cache, [last, *best][first:end])
+        for logits, true, half in zip(block, full[first:end], halves.take(), strict=True):
+            logs, exact = logits.log_softmax(-1), true.log_softmax(-1)
+            entropy, margin = spread_of(logits).tolist()
+            yield {
+                "kl": f"{float((exact.exp() * (exact - logs)).sum().clamp_min(0)):.4g}",
+                "flip": int(int(logits.argmax()) != int(true.argmax())),
+                "half": f"{half:.5g}",
+                "entropy": f"{entropy:.5g}",
+                "margin": f"{margin:.5g}",
+            }
     cache.close()
 
 
@@ -120,6 +146,7 @@ def measure(
     budgets: Sequence[str],
     steps: int,
     known: PrefilledPrompt | None = None,
+    at_once: int = 1,
 ) -> Iterator[dict[str, Any]]:
     """Rows of one text, by budget.
 
@@ -134,7 +161,7 @@ def measure(
         prompt = cut(known, len(ids) - 1)
     full = go_on(runtime, prompt, ids[-1], steps)
     for budget, config in zip(budgets, configs, strict=True):
-        for row in rows_of(runtime, config, prompt, ids[-1], full):
+        for row in rows_of(runtime, config, prompt, ids[-1], full, at_once):
             yield {"tokens": len(ids), "budget": budget, **row}
         gc.collect()  # caches hold each other
 
@@ -169,6 +196,7 @@ def main() -> None:
     parser.add_argument("texts", type=Path, help="folder of benchmarks/texts/make.py")
     parser.add_argument("--rows", type=Path, required=True, help="CSV")
     parser.add_argument("--steps", type=int, default=96, help="tokens of each text and budget")
+    parser.add_argument("--at-once", type=int, default=1, help="tokens of a step")
     parser.add_argument("--prefills", type=Path, help="folder of benchmarks/texts/run.py")
     parser.add_argument("--budgets", default=BUDGETS, type=lambda text: tuple(text.split(",")))
     args = parser.parse_args()
@@ -180,11 +208,13 @@ def main() -> None:
         for number, text in enumerate(in_rounds(texts)):
             if text.name in known:
                 continue
-            if (reading := exact_reading(args.prefills, text)) is None and args.prefills:
-                continue
             begin, tokens = perf_counter(), lengths[(number + number // 8) % len(lengths)]
+            reading = exact_reading(args.prefills, text)
+            if args.prefills is not None and reading is None:
+                tokens = min(lengths)
             ids = ids_of(args.texts, text, tokenizer, tokens)
-            rows = list(measure(llm.runtime, ids, args.budgets, args.steps, reading))
+            how = args.budgets, args.steps, reading, args.at_once
+            rows = list(measure(llm.runtime, ids, *how))
             with args.rows.open("a", newline="") as file:
                 writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
                 writer.writerows({"text": text.name, "kind": text.kind, **row} for row in rows)

@@ -135,17 +135,26 @@ def half_of(step: HalvedStep, part: PartialAttention, row: int = 0) -> Tensor:
     Args:
         part: what the step gave, out [B, Hq, T, D] and lse [B, Hq, T].
     """
+    # Query g * T + t is that of token t.
+    return _half_of(step, part, row, slice(step.new - 1, None, step.new))
+
+
+def halves_of(step: HalvedStep, part: PartialAttention, row: int = 0) -> Tensor:
+    """`half` of every token of a step, by query head: [Hkv, G, T] float32 on the host."""
+    return _half_of(step, part, row, slice(None)).unflatten(1, (-1, step.new))
+
+
+def _half_of(step: HalvedStep, part: PartialAttention, row: int, some: slice) -> Tensor:
     stored, size = step.layer.rows[row], step.grouped.shape[1:3]
     if step.found is None or row not in step.found:  # nothing is cold, or all of it was attended
-        return torch.zeros(size[0], size[1] // step.new)
+        return torch.zeros(size)[:, some]
     budget, found = step.found[row]
     if found.half is not None:
         return found.half
-    last = slice(step.new - 1, None, step.new)  # query g * T + t is that of token t
-    ids = [one.ids[:, last] for one in found.parts]
-    q = step.grouped[row][:, last].cpu().float()
-    out = part.out[row].reshape(*size, -1)[:, last].cpu().float()
-    lse = part.lse[row].reshape(size)[:, last].cpu().float()
+    ids = [one.ids[:, some] for one in found.parts]
+    q = step.grouped[row][:, some].cpu().float()
+    out = part.out[row].reshape(*size, -1)[:, some].cpu().float()
+    lse = part.lse[row].reshape(size)[:, some].cpu().float()
     return _Halving(step, stored, budget, q, ids).half(out, lse)
 
 

@@ -22,6 +22,7 @@ from hybrid_kv.watch.token_errors import (
     HalfWatcher,
     TokenError,
     half_of,
+    halves_of,
     spread_of,
     why_unknown,
 )
@@ -371,3 +372,21 @@ OFFLOADS = {"rest": Demotion.OFFLOAD}
 def test_which_steps_can_tell(place: Any, read: Read, as_is: bool, why: str | None) -> None:
     found = why_unknown(Placement(**place), read, as_is=as_is)
     assert found is None if why is None else why in str(found)
+
+
+def test_every_token_of_a_step_has_its_half() -> None:
+    scene = Scene(method="hybrid", cold={"top_k": 12, "index": FLAT}).begin()
+    every: list[Tensor] = []
+
+    class All(Seen):
+        def add(self, step: Any, part: PartialAttention) -> None:
+            every.append(halves_of(step, part))
+
+    scene.kv.watchers.append(All())
+    for new in (1, 5):
+        scene.feed(new)
+        assert every[-1].shape == (SHAPE.num_kv_heads, SHAPE.group_size, new)
+        torch.testing.assert_close(every[-1][..., -1], scene.seen.halves[-1])
+        found = every[-1][..., -1].flatten().double()
+        torch.testing.assert_close(found, scene.expected("gaussian"), rtol=1e-3, atol=1e-5)
+    assert len(every[-1].unique()) == 5 * SHAPE.num_q_heads
