@@ -14,7 +14,7 @@ from copy import copy
 from dataclasses import replace
 
 from hybrid_kv.types import LayerShape, PartialAttention, Read, TokenBudget
-from hybrid_kv.watch.token_errors import HalvedStep, half_of
+from hybrid_kv.watch.token_errors import HalvedStep, halves_of
 
 _FALL = 2.7
 """Measured on SmolLM2-135M from 1 to 5% of 4,096 tokens."""
@@ -67,7 +67,7 @@ class LayerBudgets:
         self._seen.add(layer_idx)
         found = step.found or {}
         looked = [
-            (half_of(step, part, row).square().mean().item(), budget.top_k)
+            (halves_of(step, part, row).square().mean().item(), budget.top_k)
             for row, (budget, _) in found.items()
         ]
         if looked:
