@@ -394,13 +394,11 @@ def test_a_share_that_nothing_misses_attends_everything(
 @pytest.mark.parametrize("call", CALLS)
 def test_layers_that_share_budgets_serve_every_call(call: str) -> None:
     """First as few entries as make them differ, then as many as there are."""
-    settings = {
-        **{"method": "hybrid", "page_size": PAGE, "sink_tokens": PAGE, "window_tokens": PAGE},
-        **{"cold.top_k": 4, "cold.budgets": "by_error"},
-    }
+    sizes = {"page_size": PAGE, "sink_tokens": PAGE, "window_tokens": PAGE}
     model = build("llama")
     for top_k in (4, LONGEST):
-        config = hkv.HybridConfig.from_settings({**settings, "cold.top_k": top_k})
+        cold = {"top_k": top_k, "budgets": "by_error"}
+        config = hkv.HybridConfig(method="hybrid", **sizes, cold=cold)
         with hkv.attach(model, config) as runtime:
             cache = runtime.cache()
             found = generate(model, call, cache, check=cache.check_integrity)

@@ -18,8 +18,11 @@ LAYERS = tuple(LayerShape(idx, 4, 2, 16) for idx in range(3))
 TOP_K = 12
 SETTINGS: dict[str, Any] = {
     **{"method": "hybrid", "page_size": 4, "sink_tokens": 4, "window_tokens": 8},
-    **{"index_build": "wait", "cold.index": {"kind": "flat", "precision": "stored"}},
-    **{"cold.top_k": TOP_K, "cold.budgets": "by_error"},
+    "index_build": "wait",
+}
+COLD: dict[str, Any] = {
+    "index": {"kind": "flat", "precision": "stored"},
+    **{"top_k": TOP_K, "budgets": "by_error"},
 }
 SPREAD = (0.05, 1.0, 1.0)
 """Of the values by layer about a common mean: one that hardly moves with what is read."""
@@ -39,10 +42,10 @@ class Budgets:
         self.of.setdefault(step.layer.shape.layer_idx, []).append(budget.top_k)
 
 
-def cache(prompt: int = 400, **settings: Any) -> KVCache:
+def cache(prompt: int = 400, **cold: Any) -> KVCache:
     """A cache that holds a prompt."""
     torch.manual_seed(5)
-    kv = KVCache(ModelInfo(LAYERS), HybridConfig.from_settings({**SETTINGS, **settings}))
+    kv = KVCache(ModelInfo(LAYERS), HybridConfig(**SETTINGS, cold={**COLD, **cold}))
     feed(kv, prompt)
     kv.layers.seal_all()
     return kv
@@ -84,13 +87,13 @@ def test_a_layer_attends_as_if_all_had_its_budget(new: int) -> None:
     outs = feed(kv, new)
     assert len(set(last.values())) > 1
     for idx, top_k in last.items():
-        equal = cache(**{"cold.budgets": "equal", "cold.top_k": top_k})
+        equal = cache(budgets="equal", top_k=top_k)
         seen(equal, 12)
         torch.testing.assert_close(outs[idx], feed(equal, new)[idx])
 
 
 def test_layers_are_alike_unless_asked_otherwise() -> None:
-    kv = cache(**{"cold.budgets": "equal"})
+    kv = cache(budgets="equal")
     assert seen(kv, 12).of == {idx: [TOP_K] * 12 for idx in range(3)}
     assert kv.means.budgets is None
 
@@ -142,7 +145,7 @@ def test_a_fork_goes_on_from_what_is_known_and_a_new_start_from_nothing() -> Non
 def test_the_mean_of_what_is_attended_stays() -> None:
     works = []
     for how in ("equal", "by_error"):
-        kv = cache(**{"cold.budgets": how})
+        kv = cache(budgets=how)
         for _ in range(40):
             feed(kv, 1)
         works.append(kv.work.retrieved)
@@ -151,4 +154,4 @@ def test_the_mean_of_what_is_attended_stays() -> None:
 
 def test_an_index_that_does_not_rank_has_no_better_half() -> None:
     with pytest.raises(ConfigError, match="budgets 'by_error' takes an index that ranks"):
-        HybridConfig.from_settings({**SETTINGS, "cold.index": "clusters"})
+        HybridConfig(**SETTINGS, cold={**COLD, "index": "clusters"})
