@@ -10,6 +10,7 @@ follows size^(1 / 3.7).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import replace
 
@@ -37,7 +38,7 @@ class LayerBudgets:
         layers: of the model; those with more query heads count for more.
     """
 
-    def __init__(self, layers: tuple[LayerShape, ...]) -> None:
+    def __init__(self, layers: Sequence[LayerShape]) -> None:
         self._heads = {shape.layer_idx: shape.num_q_heads for shape in layers}
         self._asked: dict[int, Read] = {}  # by the method
         self._given: dict[int, Read] = {}

@@ -141,7 +141,8 @@ def half_of(step: HalvedStep, part: PartialAttention, row: int = 0) -> Tensor:
 
 def halves_of(step: HalvedStep, part: PartialAttention, row: int = 0) -> Tensor:
     """`half` of every token of a step, by query head: [Hkv, G, T] float32 on the host."""
-    return _half_of(step, part, row, slice(None)).unflatten(1, (-1, step.new))
+    halves: Tensor = _half_of(step, part, row, slice(None)).unflatten(1, (-1, step.new))
+    return halves
 
 
 def _half_of(step: HalvedStep, part: PartialAttention, row: int, some: slice) -> Tensor:
