@@ -20,6 +20,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 import random
 from collections.abc import Iterator
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -28,11 +29,15 @@ import torch
 from hybrid_kv.methods.locret import Locret, RetainingHeads
 from hybrid_kv.plugins import INDEXES, METHODS
 from hybrid_kv.types import ModelInfo
+from tests import interpreter
 from tests.tolerances import TOLERANCES, Tolerance
 from tests.trained_heads import draw_heads
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
+
+if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton"):
+    interpreter.hasten()
 
 pytest_plugins = ("tests.device.plugin",)
 
