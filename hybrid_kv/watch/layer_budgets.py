@@ -10,7 +10,7 @@ follows size^(1 / 3.7).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 
@@ -88,21 +88,33 @@ class LayerBudgets:
     def _share(self) -> None:
         self._looks += 1
         self._seen = set()
-        sizes = {idx: size for idx, size in self._sizes.items() if size > 0 and idx in self._asked}
-        asked = {idx: _counted(self._asked[idx]) for idx in sizes}
-        shares = {idx: size ** (1 / (1 + _FALL)) for idx, size in sizes.items()}
-        total = sum(self._heads[idx] * count for idx, count in asked.items())
-        scale = 1.0
-        for _ in range(_ROUNDS):  # bounds take from some and give to others
-            given = {
-                idx: min(max(scale * share, asked[idx] / _MOST), _MOST * asked[idx])
-                for idx, share in shares.items()
-            }
-            scale *= total / max(1e-30, sum(self._heads[idx] * n for idx, n in given.items()))
-        for idx, number in (given if sizes else {}).items():
-            plain, count = _plain(self._asked[idx]), max(1, round(number))
+        asked = {idx: _counted(read) for idx, read in self._asked.items()}
+        for idx, count in entries_by_size(self._sizes, asked, self._heads).items():
+            plain = _plain(self._asked[idx])
             assert isinstance(plain.cold, TokenBudget)
             self._given[idx] = replace(plain, cold=replace(plain.cold, top_k=count))
+
+
+def entries_by_size(
+    sizes: Mapping[int, float], asked: Mapping[int, int], heads: Mapping[int, int]
+) -> dict[int, int]:
+    """Entries of each layer that has a size above 0: as many, times its heads, as are asked for.
+
+    Args:
+        sizes, asked, heads: by layer; the size, entries asked for, query heads.
+    """
+    shares = {
+        idx: size ** (1 / (1 + _FALL)) for idx, size in sizes.items() if size > 0 and idx in asked
+    }
+    total = sum(heads[idx] * asked[idx] for idx in shares)
+    scale, given = 1.0, dict[int, float]()
+    for _ in range(_ROUNDS):  # bounds take from some and give to others
+        given = {
+            idx: min(max(scale * share, asked[idx] / _MOST), _MOST * asked[idx])
+            for idx, share in shares.items()
+        }
+        scale *= total / max(1e-30, sum(heads[idx] * count for idx, count in given.items()))
+    return {idx: max(1, round(count)) for idx, count in given.items()}
 
 
 def _counted(read: Read) -> int:

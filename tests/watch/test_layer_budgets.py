@@ -12,7 +12,7 @@ from hybrid_kv.config import HybridConfig
 from hybrid_kv.errors import ConfigError
 from hybrid_kv.runtime import KVCache
 from hybrid_kv.types import LayerShape, ModelInfo, PartialAttention, Read, TokenBudget
-from hybrid_kv.watch.layer_budgets import LayerBudgets
+from hybrid_kv.watch.layer_budgets import LayerBudgets, entries_by_size
 
 LAYERS = tuple(LayerShape(idx, 4, 2, 16) for idx in range(3))
 TOP_K = 12
@@ -100,20 +100,18 @@ def test_layers_are_alike_unless_asked_otherwise() -> None:
 
 @pytest.mark.parametrize("sizes", [(1.0, 2.0, 8.0), (1.0, 1.0, 1e9), (0.0, 1.0, 3.0)])
 def test_entries_follow_sizes_within_bounds_and_are_as_many(sizes: tuple[float, ...]) -> None:
-    budgets = LayerBudgets(LAYERS)
-    asked = Read(cold=TokenBudget(100, follows=True))
-    for idx in range(3):
-        assert budgets.read(idx, asked) == Read(cold=TokenBudget(100))
-    budgets._sizes = dict(enumerate(sizes))
-    budgets._share()
-    given = [budgets.read(idx, asked).cold for idx in range(3)]
-    found = [one.top_k for one in given if isinstance(one, TokenBudget)]
-    assert sum(found) == pytest.approx(300, abs=2)
-    assert all(25 <= one <= 400 for one in found)
-    if sizes[0] == 0:
-        assert found[0] == 100, "of which nothing is known"
+    asked = dict.fromkeys(range(3), 100)
+    found = entries_by_size(dict(enumerate(sizes)), asked, dict.fromkeys(range(3), 4))
+    assert sum(found.values()) == pytest.approx(100 * len(found), abs=2)
+    assert all(25 <= one <= 400 for one in found.values())
+    assert (0 in found) == (sizes[0] > 0), "of which nothing is known"
     if sizes[2] == 8:
         assert found[2] / found[0] == pytest.approx(8 ** (1 / 3.7), rel=0.03)
+
+
+def test_a_layer_of_which_nothing_is_known_has_what_is_asked_for() -> None:
+    budgets = LayerBudgets(LAYERS)
+    assert budgets.read(0, Read(cold=TokenBudget(100, follows=True))) == Read(cold=TokenBudget(100))
 
 
 def test_the_first_tokens_are_looked_at_and_then_few() -> None:
