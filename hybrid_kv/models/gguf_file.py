@@ -173,7 +173,8 @@ def open_gguf(path: str | Path) -> GgufFile:
         raise ModelNotFoundError(f"model file '{path}' does not exist; check the path") from None
     if not file.is_file():
         raise ModelNotFoundError(f"model file '{path}' is no file; check the path")
-    return _opened(str(file.resolve()), facts.st_mtime_ns, facts.st_size, facts.st_ino)
+    # Not resolved: the hub's cache links to blobs whose names say neither kind nor part.
+    return _opened(str(file.absolute()), facts.st_mtime_ns, facts.st_size, facts.st_ino)
 
 
 @lru_cache(maxsize=1)  # configuration, weights and tokenizer ask for the same one
