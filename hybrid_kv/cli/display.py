@@ -97,14 +97,15 @@ def note(text: str, output: OutputOptions) -> None:
         console(stderr=True).print(text, style="dim", soft_wrap=True)
 
 
-def _shows_progress(output: OutputOptions) -> bool:
+def shows_progress(output: OutputOptions) -> bool:
+    """Whether bars and spinners are wanted: on a terminal, without --quiet."""
     return sys.stderr.isatty() and not output.quiet
 
 
 @contextmanager
 def waiting(label: str, output: OutputOptions) -> Iterator[None]:
     """A spinner on stderr, on a terminal."""
-    if not _shows_progress(output):
+    if not shows_progress(output):
         yield
         return
     with console(stderr=True).status(Text(label)):
@@ -118,7 +119,7 @@ def prefill_bar(output: OutputOptions) -> Iterator[PrefillProgress | None]:
     Yields:
         What to call with (done, total), or None where no bar is wanted.
     """
-    if not _shows_progress(output):
+    if not shows_progress(output):
         yield None
         return
     from rich.progress import (

@@ -23,10 +23,12 @@ from hybrid_kv.cli.failures import describe, refuse_foreign_bytes, refuse_unknow
 from hybrid_kv.cli.generate import generate
 from hybrid_kv.cli.heads import heads
 from hybrid_kv.cli.known_names import asked_for
+from hybrid_kv.cli.ls import ls
 from hybrid_kv.cli.methods import methods
 from hybrid_kv.cli.options import grouped
 from hybrid_kv.cli.plan import plan
 from hybrid_kv.cli.profile import profile
+from hybrid_kv.cli.pull import pull
 from hybrid_kv.cli.report import report
 from hybrid_kv.cli.serve import serve
 
@@ -106,6 +108,8 @@ _EXAMPLES: dict[Callable[..., None], str] = {
     serve: "hybrid-kv serve smollm2 --port 8000 --set top_k=128",
     report: "hybrid-kv report before.json after.json --html report.html",
     methods: "hybrid-kv methods hybrid",
+    ls: "hybrid-kv ls models/ llama.gguf",
+    pull: "hybrid-kv pull OWNER/NAME --file model-Q4_K_M.gguf",
     heads: "hybrid-kv heads smollm2 --text book.txt -o heads.json",
     doctor: "hybrid-kv doctor --model random:llama-3-8b --context 128k",
 }

@@ -204,6 +204,47 @@ class DoctorReport(_Envelope):
     checks: tuple[Check, ...]
 
 
+class ListedModel(Group):
+    """A model that can be used without a download.
+
+    name: to load it by. num_bytes: on the disk. num_layers, kv_bytes_per_token: of all layers, and
+    of those that keep every token; null where the configuration does not tell. why: the reason why
+    it cannot be served, "" where it can.
+    """
+
+    name: str
+    kind: Literal["hub", "folder", "gguf", "package", "random"]
+    path: str | None
+    num_bytes: int
+    architecture: str | None
+    num_layers: int | None
+    kv_bytes_per_token: int | None
+    served: bool
+    why: str = ""
+
+
+class ListReport(_Envelope):
+    """`ls`: models on this machine."""
+
+    command: Literal["ls"] = "ls"
+    models: tuple[ListedModel, ...]
+
+
+class PullReport(_Envelope):
+    """`pull`: a download from the hub.
+
+    files: bytes by name. downloaded_bytes: of those that were not in the cache. model: the name to
+    load it by.
+    """
+
+    command: Literal["pull"] = "pull"
+    name: str
+    commit: str
+    files: dict[str, int]
+    downloaded_bytes: int
+    model: str
+
+
 class PlannedOption(Group):
     """One way of running a context: bytes by purpose, predicted milliseconds by tier.
 
@@ -361,6 +402,8 @@ Report = Annotated[
     | DemoReport
     | MethodsReport
     | DoctorReport
+    | ListReport
+    | PullReport
     | PlanReport
     | ProfileReport
     | EvalReport

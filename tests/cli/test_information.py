@@ -23,7 +23,9 @@ from tests.cli.support import call, report_of
 from tests.models.gguf_files import write
 from tests.ops.fake_cudart import Code, fake_cuda
 
-VERBS = ("generate", "chat", "demo", "profile", "plan", "report", "methods", "doctor")
+VERBS = (
+    *("generate", "chat", "demo", "profile", "plan", "report", "methods", "ls", "pull", "doctor"),
+)
 
 
 def test_help_lists_the_verbs_and_only_those() -> None:
