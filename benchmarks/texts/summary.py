@@ -56,9 +56,13 @@ class Results:
         self.counts = sorted((one for one in budgets if not one.endswith("%")), key=int)
         self.methods = list(dict.fromkeys(row.method for row in rows if row.budget))
 
-    def texts(self) -> int:
+    def shared(self) -> set[str]:
         """Texts that all methods have read."""
-        return len(set.intersection(*(set(found) for found in self.of.values())))
+        return set.intersection(*(set(found) for found in self.of.values()))
+
+    def texts(self) -> int:
+        """How many texts all methods have read."""
+        return len(self.shared())
 
     def values(self, method: str, budget: str, name: str) -> list[float]:
         """A column over texts; empty for what was not measured."""
@@ -292,7 +296,7 @@ def overview(results: Results) -> str:
         "",
         *headline(results),
         "",
-        f"`{_ESTIMATED}` attends to the keys that stand out and takes all others as one Gaussian "
+        f"`{_ESTIMATED}` attends to the keys that stand out and takes all others as 64 Gaussians "
         "per KV head ([how it works](how-it-works.md)), whose moments are read as well, bytes "
         f"worth {worth} entries here.{more} {' '.join(_ahead(results))}{weak}",
     ]
@@ -318,6 +322,12 @@ def wrapped(text: str) -> str:
     return "\n".join(lines)
 
 
+def of_the_same_texts(rows: Sequence[Row]) -> Results:
+    """What documents tell: every figure is over the texts that all methods have read."""
+    shared = Results(rows).shared()
+    return Results([row for row in rows if row.text in shared])
+
+
 def put(path: Path, mark: str, content: str) -> None:
     """Replaces what stands between two marks of a file."""
     begin, end = f"<!-- {mark} -->\n", f"\n<!-- end of {mark} -->"
@@ -334,8 +344,10 @@ def main() -> None:
     parser.add_argument("rows", type=Path, nargs="?", default=ROWS)
     parser.add_argument("--write", action="store_true", help="the documents' tables")
     args = parser.parse_args()
-    results = Results(read(args.rows))
+    rows = read(args.rows)
+    results = Results(rows)
     if args.write:
+        results = of_the_same_texts(rows)
         put(ROOT / "README.md", "texts", readme(results))
         put(ROOT / "docs" / "results.md", "texts", overview(results))
         put(ROOT / "docs" / "eval.md", "texts", documented(results))

@@ -118,6 +118,13 @@ def test_texts_on_which_the_estimate_does_not_help_are_named() -> None:
     assert "it does not help on 1 of 2 texts: b." in said
 
 
+def test_documents_tell_of_the_texts_that_all_methods_have_read() -> None:
+    rows = [_row(name, "flat", "1%", kl) for name, kl in (("a", 0.1), ("b", 0.3))]
+    results = summary.of_the_same_texts([*rows, _row("a", "hybrid", "1%", 0.01)])
+    assert results.texts() == 1
+    assert results.values("flat", "1%", "kl") == [0.1]
+
+
 def test_numbers_of_tokens_stand_beside_shares() -> None:
     rows = [_row("a", "hybrid", "1%", 0.01), _row("a", "flat", "1%", 0.1)]
     rows += [_row("a", "flat", "106", 0.05), _row("a", "flat", "2%", 0.005)]
@@ -139,7 +146,7 @@ def test_documents_take_tables_between_their_marks(tmp_path: Path) -> None:
 def test_the_documents_say_what_the_rows_say() -> None:
     if not summary.ROWS.exists():
         pytest.skip("the rows of all texts are not in the tree")
-    results = Results(summary.read(summary.ROWS))
+    results = summary.of_the_same_texts(summary.read(summary.ROWS))
     assert summary.readme(results) in (summary.ROOT / "README.md").read_text()
     assert summary.overview(results) in (summary.ROOT / "docs" / "results.md").read_text()
     assert summary.documented(results) in (summary.ROOT / "docs" / "eval.md").read_text()
