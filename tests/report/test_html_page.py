@@ -75,8 +75,19 @@ class Page(HTMLParser):
         return " ".join(" ".join(self.words).replace("\N{NO-BREAK SPACE}", " ").split())
 
 
+DRAWN: dict[tuple[str, ...], str] = {}
+"""Drawing takes seconds, and many tests look at the same documents."""
+
+
+def text_of(*reports: Any) -> str:
+    key = tuple(one.model_dump_json() for one in reports)
+    if key not in DRAWN:
+        DRAWN[key] = render([Source(one, f"run{i}.json") for i, one in enumerate(reports)])
+    return DRAWN[key]
+
+
 def page_of(*reports: Any) -> Page:
-    return Page(render([Source(one, f"run{i}.json") for i, one in enumerate(reports)]))
+    return Page(text_of(*reports))
 
 
 DOCUMENTS = {
@@ -102,7 +113,7 @@ def test_the_page_is_well_formed_and_its_links_lead_somewhere(report: Any) -> No
 
 @pytest.mark.parametrize("report", DOCUMENTS.values(), ids=DOCUMENTS)
 def test_the_page_needs_nothing_from_outside(report: Any) -> None:
-    text = render([Source(report, "run.json")])
+    text = text_of(report)
     assert not re.search(r"https?:|//[a-z]|url\(|@import|\bsrc=|<link|<img", text)
     assert "default-src 'none'" in text
 
@@ -195,12 +206,12 @@ def test_more_methods_than_colours_are_drawn() -> None:
 def test_the_heat_map_has_a_cell_for_every_head(count: int) -> None:
     found = profiles.audit(0.02, layers=count, heads=2)
     rows = (profiles.row("flat", 4096, audit=found),)
-    text = render([Source(profiles.profile(rows=rows), "run.json")])
+    text = text_of(profiles.profile(rows=rows))
     assert len(re.findall(r'title="layer \d+, KV head \d+:', text)) == len(found.heads)
 
 
 def test_tabs_show_one_panel_without_a_script() -> None:
-    text = render([Source(profiles.profile(SMALL), "run.json")])
+    text = text_of(profiles.profile(SMALL))
     panels = max(int(number) for number in re.findall(r'class="panel p(\d+)"', text))
     assert f".tabs:has(.t{panels}:checked)>.p{panels}{{display:block}}" in text
     groups = set(re.findall(r'type="radio" name="([^"]+)"', text))
@@ -312,7 +323,7 @@ amounts = st.one_of(st.just(0.0), st.floats(1e-9, 1e18))
 times = st.floats(1e-9, 1e18)
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=5, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.lists(st.tuples(times, amounts, amounts, times), min_size=1, max_size=5))
 def test_whatever_is_accepted_can_be_drawn(values: list[tuple[float, ...]]) -> None:
     rows = tuple(
