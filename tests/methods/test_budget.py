@@ -12,11 +12,11 @@ from hybrid_kv.errors import ConfigError
 from hybrid_kv.types import Read, TokenBudget
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"min_share": -0.5}, "cold.min_share: input should be greater than or equal to 0, got -0.5"),
-    ({"min_share": math.nan}, "cold.min_share: input should be a finite number, got nan"),
-    ({"min_share": 1}, "cold.min_share: input should be less than 1, got 1"),
-    ({"min_share": "few"}, "cold.min_share: input should be a valid number, unable to parse"),
-    ({"max_tokens": 0}, "cold.max_tokens: input should be greater than or equal to 1, got 0"),
+    ({"min_share": -0.5}, "min_share: input should be greater than or equal to 0, got -0.5"),
+    ({"min_share": math.nan}, "min_share: input should be a finite number, got nan"),
+    ({"min_share": 1}, "min_share: input should be less than 1, got 1"),
+    ({"min_share": "few"}, "min_share: input should be a valid number, unable to parse"),
+    ({"max_tokens": 0}, "max_tokens: input should be greater than or equal to 1, got 0"),
     ({"max_tokens": 99}, "cold: max_tokens must be at least top_k 100, got 99; raise it"),
     (
         {"top_k": "all", "min_share": 0.1},
