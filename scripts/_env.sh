@@ -97,7 +97,11 @@ prepare() {
     ! is_installed "$key" ${extras[@]+"${extras[@]}"} || return 0
     echo "hybrid_kv: installing packages into .venv (the first time takes minutes)" >&2
     install_torch
-    pip_install --editable "$root${1:+[$1]}"
+    if is_installed "$key"; then
+        pip_install "hybrid_kv[$1]"  # is there but for what the extras need: nothing to compile again
+    else
+        pip_install --editable "$root${1:+[$1]}"
+    fi
     [[ ,${1:-}, != *,dev,* ]] || install_smollm2
     ! is_installed "$key" || read -ra before <"$venv/.hybrid_kv-installed"
     echo "$key" ${before[@]+"${before[@]:1}"} ${extras[@]+"${extras[@]}"} >"$venv/.hybrid_kv-installed"
