@@ -23,27 +23,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
-from benchmarks.vllm_step.run import SHAPE, timed, watch
+from benchmarks.vllm_step.run import SHAPE, start, timed, watch
 from hybrid_kv.config import parse_count
 from hybrid_kv.report.compact import compact
-
-
-def engine(folder: str, tokens: int, chunk: int, settings: dict[str, Any] | None) -> Any:
-    from vllm import LLM
-
-    extra = {} if settings is None else {"additional_config": {"hybrid_kv": settings}}
-    llm = LLM(
-        model=folder,
-        load_format="dummy",
-        skip_tokenizer_init=True,
-        enforce_eager=True,
-        dtype="bfloat16",
-        max_model_len=tokens + 64,
-        max_num_batched_tokens=chunk,
-        enable_prefix_caching=False,
-        **extra,
-    )
-    return llm.llm_engine
 
 
 def first_token(one: Any, ids: list[int]) -> None:
@@ -84,7 +66,7 @@ def main() -> None:
     folder = tempfile.mkdtemp()
     config = LlamaConfig(**SHAPE, architectures=["LlamaForCausalLM"], dtype="bfloat16")
     config.save_pretrained(folder)
-    engines = [engine(folder, tokens, options.chunk, settings) for settings in (None, {})]
+    engines = [start(folder, tokens + 64, options.chunk, settings) for settings in (None, {})]
     spent = {"attention": 0.0}
     for owner in (CPUAttentionBackendImpl, HybridImpl):
         watch("forward", owner, spent)

@@ -46,8 +46,12 @@ SHAPE = {
 }
 
 
-def engine(folder: str, tokens: int, settings: dict[str, Any] | None) -> Any:
-    """An engine with random blocks in its cache, and an index of random rows."""
+def start(folder: str, context: int, chunk: int, settings: dict[str, Any] | None) -> Any:
+    """VLLM's engine in this process, of random weights; with hybrid_kv where settings are given.
+
+    Args:
+        context: tokens of a request, at most. chunk: tokens of a step, at most.
+    """
     from vllm import LLM
 
     extra = {} if settings is None else {"additional_config": {"hybrid_kv": settings}}
@@ -57,12 +61,18 @@ def engine(folder: str, tokens: int, settings: dict[str, Any] | None) -> Any:
         skip_tokenizer_init=True,
         enforce_eager=True,
         dtype="bfloat16",
-        max_model_len=tokens + 512,
-        max_num_batched_tokens=min(CHUNK, tokens),
+        max_model_len=context,
+        max_num_batched_tokens=chunk,
         enable_prefix_caching=False,
         **extra,
     )
-    core = llm.llm_engine.engine_core.engine_core
+    return llm.llm_engine
+
+
+def engine(folder: str, tokens: int, settings: dict[str, Any] | None) -> Any:
+    """An engine with random blocks in its cache, and an index of random rows."""
+    started = start(folder, tokens + 512, min(CHUNK, tokens), settings)
+    core = started.engine_core.engine_core
     free = core.scheduler.kv_cache_manager.block_pool.free_block_queue
     blocks = free.popleft_n(free.num_free_blocks)
     random.Random(0).shuffle(blocks)
@@ -79,7 +89,7 @@ def engine(folder: str, tokens: int, settings: dict[str, Any] | None) -> Any:
         own = layer.impl.hybrid
         queries = torch.randn(512, 32, 128).to(layer.kv_cache.dtype)
         own.learn(as_blocks(layer.kv_cache), torch.randn(tokens, 8, 128), queries)
-    return llm.llm_engine
+    return started
 
 
 def skip_prompts(most: int) -> None:

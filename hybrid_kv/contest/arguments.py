@@ -15,7 +15,7 @@ from hybrid_kv.plugins import METHODS
 from hybrid_kv.report.evaluation import Asking
 
 FULL = "full"
-"""What all others are held against; it always takes part."""
+"""The method that all others are held against; it always takes part."""
 
 _LONG_QUESTION = 2**20
 """A question of up to so many tokens reads through the method, as the answer does."""

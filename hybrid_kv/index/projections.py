@@ -120,7 +120,7 @@ def columns_of(chosen: Tensor, dim: int) -> Tensor:
 
 
 def share_of(ratio: float, dim: int) -> int:
-    """So many of `dim` channels, at least one."""
+    """Number of channels, this ratio of `dim`, at least one."""
     return max(1, round(ratio * dim))
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from huggingface_hub import HfApi, constants, hf_hub_download, try_to_load_from_cache
 from huggingface_hub.errors import (
+    EntryNotFoundError,
     GatedRepoError,
     HfHubHTTPError,
     HFValidationError,
@@ -31,6 +32,8 @@ from hybrid_kv.errors import ConfigError, HybridKVError, ModelNotFoundError, Wri
 from hybrid_kv.models.hub_files import HubFile, choose_files
 
 _WAIT_S = 10.0
+_CLIENT_ERRORS = HfHubHTTPError.__bases__
+"""Errors of the HTTP client, of which versions of the hub's package take another, and OSError."""
 _LOGIN = "log in with `hf auth login` or set HF_TOKEN"
 
 
@@ -181,12 +184,10 @@ def _mib(count: int) -> str:
 
 @contextmanager
 def _one_sentence(name: str, revision: str | None) -> Iterator[None]:
-    """Turns whatever the hub's package raises into one sentence with the way out."""
+    """Turns what the hub, the network and the disk raise into one sentence with the way out."""
     try:
         yield
-    except HybridKVError:
-        raise
-    except Exception as error:
+    except (*_CLIENT_ERRORS, EntryNotFoundError, RuntimeError) as error:  # the last of Xet's
         cause = error.__cause__ if isinstance(error, LocalEntryNotFoundError) else None
         found = cause if isinstance(cause, Exception) else error
         raise _refusal(name, revision, found) from error

@@ -15,6 +15,7 @@ import pytest
 from huggingface_hub import constants, try_to_load_from_cache
 
 from hybrid_kv.models.load import hub_path
+from hybrid_kv.models.pull import prepare_download
 from tests.cli.support import call, refused, report_of
 from tests.models.hub_server import COMMIT, Hub, serving, use_hub
 
@@ -112,6 +113,12 @@ def test_without_a_network_one_sentence_says_so(
     use_hub(monkeypatch, "http://127.0.0.1:9", tmp_path)  # nobody listens
     error = refused("pull", NAME)
     assert "the hub cannot be reached (ConnectError); check the network" in error
+
+
+def test_a_defect_is_not_said_to_be_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hybrid_kv.models.pull.HfApi", lambda: None)
+    with pytest.raises(AttributeError):
+        prepare_download(NAME)
 
 
 @pytest.mark.parametrize(

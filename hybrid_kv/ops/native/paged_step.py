@@ -42,7 +42,7 @@ from hybrid_kv.types import PartialAttention
 
 
 class PagedDecode(NamedTuple):
-    """What the newest token of one sequence attends.
+    """The entries that the newest token of one sequence attends.
 
     near: entries that are attended whole. searched: those of which the best are; they are encoded.
     tail: moments of these, by which the others are estimated; None leaves them out.
