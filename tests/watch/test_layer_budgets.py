@@ -51,21 +51,26 @@ def cache(prompt: int = 400, **cold: Any) -> KVCache:
     return kv
 
 
-def feed(kv: KVCache, new: int) -> list[Tensor]:
-    """More tokens in all layers; by layer what they give."""
+def feed(kv: KVCache, new: int, sharp: float = 1.0) -> list[Tensor]:
+    """More tokens in all layers; by layer what they give.
+
+    Args:
+        sharp: times the queries of the second layer, which then looks at few keys.
+    """
     outs = []
     for idx in range(len(LAYERS)):
         q, k, v = (torch.randn(1, heads, new, 16) for heads in (4, 2, 2))
+        q = q * (sharp if idx == 1 else 1.0)
         outs.append(kv.attend(idx, q, (k, 1 + SPREAD[idx] * v), None, scale=0.5).out)
     return outs
 
 
-def seen(kv: KVCache, tokens: int) -> Budgets:
+def seen(kv: KVCache, tokens: int, sharp: float = 1.0) -> Budgets:
     """Budgets of so many steps of one token."""
     budgets = Budgets()
     kv.watchers.append(budgets)
     for _ in range(tokens):
-        feed(kv, 1)
+        feed(kv, 1, sharp)
     kv.watchers.remove(budgets)
     return budgets
 
@@ -138,6 +143,26 @@ def test_a_fork_goes_on_from_what_is_known_and_a_new_start_from_nothing() -> Non
     assert fork.means.budgets is not kv.means.budgets
     kv.start_over()
     assert kv.means.budgets is None
+
+
+def test_later_looks_move_what_earlier_ones_gave() -> None:
+    kv = cache()
+    before = {idx: found[-1] for idx, found in seen(kv, 12).of.items()}
+    after = {idx: found[-1] for idx, found in seen(kv, 100, sharp=40.0).of.items()}
+    assert after[1] < before[1]
+    assert after[2] > before[2]
+    assert sum(after.values()) == sum(before.values())
+
+
+def test_a_fork_looks_as_its_origin_would() -> None:
+    kv = cache()
+    seen(kv, 12)
+    found = []
+    for one in (kv.fork(), kv):
+        torch.manual_seed(7)
+        found.append(seen(one, 100, sharp=40.0).of)
+    assert found[0] == found[1]
+    assert found[0][1][0] != found[0][1][-1], "a look has moved them"
 
 
 def test_the_mean_of_what_is_attended_stays() -> None:
