@@ -148,7 +148,7 @@ def test_a_fork_goes_on_from_what_is_known_and_a_new_start_from_nothing() -> Non
 def test_later_looks_move_what_earlier_ones_gave() -> None:
     kv = cache()
     before = {idx: found[-1] for idx, found in seen(kv, 12).of.items()}
-    after = {idx: found[-1] for idx, found in seen(kv, 100, sharp=40.0).of.items()}
+    after = {idx: found[-1] for idx, found in seen(kv, 40, sharp=40.0).of.items()}
     assert after[1] < before[1]
     assert after[2] > before[2]
     assert sum(after.values()) == sum(before.values())
@@ -160,7 +160,7 @@ def test_a_fork_looks_as_its_origin_would() -> None:
     found = []
     for one in (kv.fork(), kv):
         torch.manual_seed(7)
-        found.append(seen(one, 100, sharp=40.0).of)
+        found.append(seen(one, 40, sharp=40.0).of)
     assert found[0] == found[1]
     assert found[0][1][0] != found[0][1][-1], "a look has moved them"
 
