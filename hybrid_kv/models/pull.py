@@ -32,8 +32,10 @@ from hybrid_kv.errors import ConfigError, HybridKVError, ModelNotFoundError, Wri
 from hybrid_kv.models.hub_files import HubFile, choose_files
 
 _WAIT_S = 10.0
-_CLIENT_ERRORS = HfHubHTTPError.__bases__
-"""Errors of the HTTP client, of which versions of the hub's package take another, and OSError."""
+_TOLD: tuple[type[Exception], ...] = (*HfHubHTTPError.__bases__, EntryNotFoundError, RuntimeError)
+"""Errors that a sentence tells: of the HTTP client, of which versions of the hub's package take
+another, of the disk (OSError), and of Xet (RuntimeError).
+"""
 _LOGIN = "log in with `hf auth login` or set HF_TOKEN"
 
 
@@ -187,7 +189,7 @@ def _one_sentence(name: str, revision: str | None) -> Iterator[None]:
     """Turns what the hub, the network and the disk raise into one sentence with the way out."""
     try:
         yield
-    except (*_CLIENT_ERRORS, EntryNotFoundError, RuntimeError) as error:  # the last of Xet's
+    except _TOLD as error:
         cause = error.__cause__ if isinstance(error, LocalEntryNotFoundError) else None
         found = cause if isinstance(cause, Exception) else error
         raise _refusal(name, revision, found) from error
