@@ -155,7 +155,7 @@ def test_a_model_is_called_as_the_user_wrote_it(capsys: pytest.CaptureFixture[st
 def test_the_spinner_takes_no_name_for_markup(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(display, "_shows_progress", lambda _: True)
+    monkeypatch.setattr(display, "shows_progress", lambda _: True)
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "120")
     with waiting(f"loading {HOSTILE}", OutputOptions()):
