@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import forked
 from tests.cli.support import PROMPT, words_of_ours
 
 COMMAND = (sys.executable, "-m", "hybrid_kv")
@@ -38,7 +39,8 @@ def test_ctrl_c_keeps_the_text(model: Path) -> None:
 
 def test_reader_that_leaves_is_no_traceback(model: Path) -> None:
     pipe = subprocess.PIPE
-    process = start("generate", model, PROMPT, "--max-new-tokens", 900, stdout=pipe, stderr=pipe)
+    words = ("-m", "hybrid_kv", "generate", model, PROMPT, "--max-new-tokens", 900)
+    process = forked.start(*words, stdout=pipe, stderr=pipe, env=ENVIRONMENT)
     assert process.stdout is not None
     process.stdout.read(1)
     process.stdout.close()
@@ -134,9 +136,7 @@ def test_ctrl_c_ends_a_profile_with_what_was_measured(tmp_path: Path) -> None:
         "StepWatch.put = counting\n"
         f"app({words!r})\n"
     )
-    run = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=ENVIRONMENT, check=False
-    )
+    run = forked.run("-c", code, env=ENVIRONMENT)
     assert run.returncode == 130, run.stderr
     assert "Traceback" not in run.stderr
     assert "full at 100: interrupted: ended by the user" in run.stdout
@@ -192,9 +192,7 @@ def test_ctrl_c_inside_a_destructor_ends_a_sweep_with_what_was_measured(
         f"owner.{method} = calling\n"
         f"app({words!r})\n"
     )
-    run = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=ENVIRONMENT, check=False
-    )
+    run = forked.run("-c", code, env=ENVIRONMENT)
     assert run.returncode == 130, run.stderr
     assert "ending after this step; Ctrl-C again ends at once\n" in run.stderr
     assert "Exception ignored" not in run.stderr
@@ -222,5 +220,5 @@ def test_a_second_ctrl_c_ends_at_once() -> None:
         "except KeyboardInterrupt:\n"
         "    print(len(steps))\n"
     )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    run = forked.run("-c", code)
     assert (run.returncode, run.stdout, run.stderr) == (0, "1\n", "")

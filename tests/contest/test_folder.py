@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ import pytest
 from hybrid_kv.contest.folder import ResultsFolder, key_of
 from hybrid_kv.errors import ConfigError
 from hybrid_kv.report.evaluation import Cell, Counters
+from tests import forked
 
 SETTINGS = {"model": "needle", "seed": 0, "settings": {"page_size": 16}}
 
@@ -104,7 +103,7 @@ def test_a_killed_run_leaves_whole_cells_and_no_lock(tmp_path: Path) -> None:
         "folder.add(cell('full'))\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    ended = subprocess.run([sys.executable, "-c", run, path], check=False)
+    ended = forked.run("-c", run, path, cwd=forked.ROOT)
     assert ended.returncode == -9
     with ResultsFolder(path, SETTINGS) as folder:
         assert [one.method for one in folder.cells.values()] == ["full"]

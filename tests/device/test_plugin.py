@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
+
+from tests import forked
 
 CONTRACTS = """
 import pytest, torch
@@ -48,17 +47,9 @@ def test_a_device_is_given_by_a_flag_must_be_used_and_is_not_left_behind(tmp_pat
     (tmp_path / "contracts/test_contracts.py").write_text(CONTRACTS)
     (tmp_path / "test_others.py").write_text(OTHERS)
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = host: of the host")
-    command = [sys.executable, "-m", "pytest", "-p", "tests.device.plugin", "-v", "-rsfE"]
-    command += ["--device", "emulated", "-p", "no:cacheprovider", str(tmp_path)]
-    root = Path(__file__).parents[2]
-    done = subprocess.run(
-        command,
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(root)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    words = ["-m", "pytest", "-p", "tests.device.plugin", "-v", "-rsfE"]
+    words += ["--device", "emulated", "-p", "no:cacheprovider", str(tmp_path)]
+    done = forked.run(*words, cwd=tmp_path)
     said = done.stdout
     for claim in (
         "test_contracts.py::test_uses_it PASSED",

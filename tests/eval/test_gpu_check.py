@@ -50,6 +50,7 @@ from hybrid_kv.errors import BackendUnavailable
 from hybrid_kv.ops.dispatch import Ops
 from hybrid_kv.runtime import select
 from hybrid_kv.types import PartialAttention
+from tests import forked
 from tests.device import emulated, why_not
 
 CPU = torch.device("cpu")
@@ -641,18 +642,17 @@ def rows_on_disk(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.fixture
-def running_check(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+def running_check(tmp_path: Path) -> Iterator[forked.Forked]:
     """A check whose first job crashes and whose second one hangs behind its first row."""
-    command = [sys.executable, "-m", "benchmarks.gpu_check.run", "--sizes", "tiny"]
-    command += ["--part", plan.FAULTS, "--out", str(tmp_path)]
+    words = ["-m", "benchmarks.gpu_check.run", "--sizes", "tiny"]
+    words += ["--part", plan.FAULTS, "--out", str(tmp_path)]
     environment = {**os.environ, "PYTHONPATH": str(requirements.ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    with subprocess.Popen(command, cwd=requirements.ROOT, env=environment) as process:
+    with forked.start(*words, cwd=requirements.ROOT, env=environment) as process:
         yield process
-        process.kill()
 
 
 def test_a_check_that_is_killed_leaves_each_row_that_was_measured(
-    running_check: subprocess.Popen[bytes], tmp_path: Path
+    running_check: forked.Forked, tmp_path: Path
 ) -> None:
     def is_hanging() -> bool:
         return any(row["job"] == "deliberate hang" for row in rows_on_disk(tmp_path))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import resource
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,6 +11,7 @@ import pytest
 
 from hybrid_kv.ops import host_memory
 from hybrid_kv.ops.host_memory import free_memory, give_back_freed
+from tests import forked
 
 
 @pytest.fixture(autouse=True)
@@ -78,7 +77,7 @@ def test_a_cache_that_the_process_may_not_hold_is_refused_in_one_sentence() -> N
         "resource.setrlimit(resource.RLIMIT_AS, (limit, limit))\n"
         "check_host_memory(3 * 10**9, 37)\n"
     )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    run = forked.run("-c", code)
     assert run.returncode == 1
     assert "CapacityError: context of 37 tokens needs 3,000,000,000 bytes" in run.stderr
     assert "within the limit of this process (ulimit -v); shorten the prompt" in run.stderr

@@ -6,8 +6,6 @@ import errno
 import os
 import resource
 import stat
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from hybrid_kv.errors import ConfigError, WriteError
-from hybrid_kv.report import files
 from hybrid_kv.report.files import check_files, check_folder, write_file
+from tests import forked
 
 OLD, NEW = "an older report\n", "a newer report\n" * 100
 
@@ -120,16 +118,11 @@ def test_stdout_by_any_name_is_appended_to(tmp_path: Path, name: str) -> None:
         f"check_files({{'--json': {name!r}}})\n"
         f"print('before'); write_file({name!r}, 'report\\n', 'report'); print('after')"
     )
-    with (tmp_path / "out.txt").open("w") as out:
-        root = str(Path(files.__file__).parents[2])
-        run = subprocess.run(
-            [sys.executable, "-c", code],
-            stdout=out,
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": root},
-            check=False,
-        )
-    assert run.returncode == 0
+    with (
+        (tmp_path / "out.txt").open("w") as out,
+        forked.start("-c", code, stdout=out, cwd=tmp_path) as run,
+    ):
+        assert run.wait(60) == 0
     assert (tmp_path / "out.txt").read_text() == "before\nreport\nafter\n"
 
 

@@ -13,7 +13,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -28,6 +27,7 @@ import torch
 import hybrid_kv as hkv
 from hybrid_kv.errors import ReadError
 from hybrid_kv.saved import verify_context
+from tests import forked
 from tests.saved.scene import SMALL, TEXT, loaded, long_model
 
 _CALLS = ("fsync", "rename", "replace", "mkdir", "rmdir", "unlink", "open")
@@ -35,14 +35,7 @@ _CALLS = ("fsync", "rename", "replace", "mkdir", "rmdir", "unlink", "open")
 
 def told_by(module: str, *words: str) -> Any:
     """What such a module says at its end, in a process of its own."""
-    run = subprocess.run(
-        [sys.executable, "-m", module, *words],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    run = forked.run("-m", module, *words, cwd=forked.ROOT)
     assert run.returncode == 0, run.stderr[-3000:]
     return json.loads(run.stdout.splitlines()[-1])
 

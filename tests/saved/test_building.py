@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +20,7 @@ from hybrid_kv.api.building import build_context
 from hybrid_kv.api.generation import PrefillCancelled
 from hybrid_kv.errors import ConfigError, WriteError
 from hybrid_kv.saved import verify_context
+from tests import forked
 from tests.contracts.architectures import build
 from tests.contracts.edges.test_forks import drawn
 from tests.saved.scene import INDEXES, SMALL, TEXT, TOKENS, blocks_of, loaded, long_model
@@ -185,8 +184,7 @@ with loaded(long_model(), "full") as llm:
 
 
 def test_a_build_that_was_killed_goes_on(plain: PreTrainedModel, tmp_path: Path) -> None:
-    words = [sys.executable, "-c", CHILD, str(tmp_path / "a.hkv")]
-    run = subprocess.run(words, check=False, cwd=Path(__file__).parents[2], capture_output=True)
+    run = forked.run("-c", CHILD, tmp_path / "a.hkv", cwd=forked.ROOT)
     assert run.returncode == -signal.SIGKILL, run.stderr
     assert not (tmp_path / "a.hkv").exists()
     note = json.loads((tmp_path / ".a.hkv.building" / "progress.json").read_text())

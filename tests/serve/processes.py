@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from pathlib import Path
 from transformers import AutoTokenizer
 
 import hybrid_kv
+from tests import forked
 
 NEEDLE = Path(hybrid_kv.__file__).parent / "assets" / "needle"
 TALK = "{% for m in messages %}{{ m.content }} {% endfor %}"
@@ -40,7 +40,7 @@ def needle_that_chats(folder: Path) -> Path:
 class ServeProcess:
     """A server; `lines` is what it has said on stderr."""
 
-    process: subprocess.Popen[str]
+    process: forked.Forked
     lines: list[str] = field(default_factory=list)
     url: str = ""
 
@@ -53,8 +53,8 @@ class ServeProcess:
 @contextmanager
 def serve_process(*words: object) -> Iterator[ServeProcess]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-m", "hybrid_kv", "serve", *map(str, words), "--port", "0"]
-    process = subprocess.Popen(command, text=True, stderr=subprocess.PIPE, env=environment)
+    command = ("-m", "hybrid_kv", "serve", *words, "--port", 0)
+    process = forked.start(*command, stderr=subprocess.PIPE, env=environment)
     running, ready = ServeProcess(process), threading.Event()
 
     def follow() -> None:
