@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -225,6 +226,21 @@ def no_growth(
         yield calls
 
 
+LENGTHS = (2, 40, 40)
+"""New tokens of each turn: the first answer ends with pools that are full."""
+
+
+@cache
+def answers(method: str) -> list[list[int]]:
+    """What a conversation says in which nothing is refused."""
+    with opened(method) as llm:
+        whole = llm.conversation()
+        return [
+            whole.send(text, max_new_tokens=length).token_ids
+            for text, length in zip(TURNS, LENGTHS, strict=True)
+        ]
+
+
 @pytest.mark.parametrize("at", [1, 2, 3, 4])
 @pytest.mark.parametrize(
     "error", [CapacityError("host memory ran out: as a test"), torch.OutOfMemoryError(FULL)]
@@ -237,15 +253,10 @@ def test_growth_that_is_refused_in_the_middle_of_an_answer_loses_nothing(
     plain = extent.ColdExtent.__init__  # reserves room for more tokens than the model may see
     monkeypatch.setattr(extent.ColdExtent, "__init__", lambda new, *of, **_: plain(new, *of[:2], 8))
     named = DeviceMemoryError if isinstance(error, torch.OutOfMemoryError) else CapacityError
+    want = answers(method)
     with opened(method) as llm:
-        whole = llm.conversation()
-        lengths = (2, 40, 40)  # the first answer ends with pools that are full
-        want = [
-            whole.send(text, max_new_tokens=length).token_ids
-            for text, length in zip(TURNS, lengths, strict=True)
-        ]
         talk = llm.conversation()
-        assert talk.send(TURNS[0], max_new_tokens=2).token_ids == want[0]
+        assert talk.send(TURNS[0], max_new_tokens=LENGTHS[0]).token_ids == want[0]
         cached = cache_of(talk).get_seq_length()
         with no_growth(monkeypatch, at, error) as calls, pytest.raises(named):
             talk.send(TURNS[1], max_new_tokens=40)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from hybrid_kv.errors import ConfigError, ModelNotFoundError
 from hybrid_kv.models.cache_state import states_of
 from hybrid_kv.models.forwards import passing
 from hybrid_kv.models.load import load_config, load_model
-from hybrid_kv.planning.plan import model_facts
+from hybrid_kv.planning.plan import ModelFacts, model_facts
 from tests.contracts.edges.further_models import further_config
 
 
@@ -41,6 +42,12 @@ def test_an_8b_model_is_planned_without_its_weights() -> None:
 GIB = 2**30
 
 
+@cache
+def shape_facts(shape: str) -> ModelFacts:
+    """Of a named shape, in its own dtype: a large one takes seconds."""
+    return model_facts(f"random:{shape}")
+
+
 @pytest.mark.parametrize(
     ("shape", "billions", "kv_kib", "tiered", "others"),
     [
@@ -54,7 +61,7 @@ GIB = 2**30
 def test_shapes_have_the_parameters_that_were_published(
     shape: str, billions: float, kv_kib: int, tiered: int, others: int
 ) -> None:
-    facts = model_facts(f"random:{shape}")
+    facts = shape_facts(shape)
     assert facts.weight_bytes / 2e9 == pytest.approx(billions, rel=0.005)
     assert facts.kv_bytes_per_token == kv_kib * 1024
     assert (len(facts.layers), facts.other_layers) == (tiered, others)
@@ -62,7 +69,7 @@ def test_shapes_have_the_parameters_that_were_published(
 
 
 def test_linear_attention_keeps_states_of_one_size() -> None:
-    facts = model_facts("random:qwen3.5-27b")
+    facts = shape_facts("qwen3.5-27b")
     conv, recurrent = 2 * 10240 * 4, 4 * 48 * 128 * 128  # bfloat16, float32
     assert facts.fixed_bytes == 48 * (conv + recurrent)
     assert facts.window_bytes == 0
@@ -70,7 +77,7 @@ def test_linear_attention_keeps_states_of_one_size() -> None:
 
 
 def test_windows_hold_their_length() -> None:
-    facts = model_facts("random:gemma-3-27b")
+    facts = shape_facts("gemma-3-27b")
     assert facts.window_bytes == 52 * 1024 * 2 * 16 * 128 * 2
     assert facts.fixed_bytes == 0
 
@@ -105,7 +112,7 @@ def test_a_plan_has_what_layers_that_are_not_tiered_hold(kind: str, tmp_path: Pa
 def test_gpt_oss_takes_what_its_checkpoint_takes_and_reads_four_experts() -> None:
     facts = model_facts("random:gpt-oss-20b", weights="mxfp4")
     assert facts.weight_bytes / GIB == pytest.approx(12.8, rel=0.01)
-    active = model_facts("random:gpt-oss-20b").read_bytes / 2e9
+    active = shape_facts("gpt-oss-20b").read_bytes / 2e9
     assert active == pytest.approx(3.6, rel=0.02)
 
 

@@ -50,11 +50,18 @@ def test_a_plain_pass_holds_more_than_ten(model: PreTrainedModel) -> None:
     assert plain_peak(model, ids) / UNIT > 10
 
 
+USUAL, WIDE = (256, 896, 8, 2, 32), (256, 2000, 8, 2, 32)
+NARROW, MANY_HEADS = (256, 300, 8, 2, 32), (256, 896, 16, 4, 64)
+
+
 @pytest.mark.parametrize(
-    ("hidden", "intermediate", "q_heads", "kv_heads", "head_dim"),
-    [(256, 896, 8, 2, 32), (256, 2000, 8, 2, 32), (256, 300, 8, 2, 32), (256, 896, 16, 4, 64)],
+    ("hidden", "intermediate", "q_heads", "kv_heads", "head_dim", "tokens", "chunk"),
+    [
+        *((*shape, 2048, 256) for shape in (USUAL, WIDE, NARROW, MANY_HEADS)),
+        *((*shape, 2048, 700) for shape in (USUAL, WIDE, NARROW, MANY_HEADS)),
+        *((*shape, 4096, 256) for shape in (NARROW, MANY_HEADS)),
+    ],
 )
-@pytest.mark.parametrize(("tokens", "chunk"), [(2048, 256), (4096, 256), (2048, 700)])
 def test_the_planner_bounds_the_measured_peak_closely(
     hidden: int,
     intermediate: int,

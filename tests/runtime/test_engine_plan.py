@@ -214,9 +214,9 @@ def test_rows_that_go_on_from_shared_entries_are_one_call(
         again = shorter.fork()
         outs.append([])
         for kv in (first, shorter, again):
-            outs[-1] += [feed(kv, *tokens.next(1), softcap=2.0) for _ in range(150)]
+            outs[-1] += [feed(kv, *tokens.next(1), softcap=2.0) for _ in range(120)]
         twice = again.fork()
-        outs[-1] += [feed(twice, *tokens.next(1)) for _ in range(150)]
+        outs[-1] += [feed(twice, *tokens.next(1)) for _ in range(120)]
         for kv, extents in ((first, 2), (shorter, 2), (again, 2), (twice, 3)):
             seen = held(kv).extents
             assert len(seen) == extents
