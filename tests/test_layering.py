@@ -34,6 +34,7 @@ LEVELS = [
     {"report"},
     {"api", "eval"},
     {"contest", "serve", "vllm"},
+    {"ray"},
     {"__init__"},  # the public names
     {"cli"},  # a user of everything, the public names included
     {"__main__"},

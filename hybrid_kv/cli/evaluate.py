@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,9 +28,12 @@ from hybrid_kv.cli.options import (
 )
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from hybrid_kv.contest.arguments import EvalArguments
-    from hybrid_kv.contest.evaluation import Evaluation, Told
+    from hybrid_kv.contest.evaluation import CellSource, Told
     from hybrid_kv.contest.folder import ResultsFolder
+    from hybrid_kv.report import Environment
     from hybrid_kv.report.evaluation import Cell
     from hybrid_kv.report.schema import EvalReport
 
@@ -154,6 +157,14 @@ def evaluate(
             rich_help_panel="Output",
         ),
     ],
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADDRESS",
+            help="Measure on all nodes of a Ray cluster: HOST:PORT of its head, or auto.",
+            rich_help_panel=_ASKED,
+        ),
+    ] = None,
     output: OutputOptions,
 ) -> None:
     """Compare methods on tasks: scores, tokens attended, bytes, time, at one budget."""
@@ -161,7 +172,10 @@ def evaluate(
 
     check_target(output)
     arguments = _arguments(model, asked, options)
-    report = _run(arguments, folder, output)
+    if ray is None:
+        report = _run(arguments, folder, output)
+    else:
+        report = _run_on_cluster(ray, arguments, options.plugins or (), folder, output)
     _print(report, folder, output)
     if report.interrupted:
         raise typer.Exit(INTERRUPTED)
@@ -207,8 +221,7 @@ def _each(text: str | None) -> tuple[str, ...] | None:
 
 
 def _run(arguments: EvalArguments, path: Path, output: OutputOptions) -> EvalReport:
-    """Measures what the folder lacks, and writes its tables, its page and the report."""
-    from hybrid_kv.cli.evaluate_results import identity, report_of, write_results
+    """Measures here."""
     from hybrid_kv.cli.files import environment_of
     from hybrid_kv.cli.model_run import opened
     from hybrid_kv.cli.options import ModelOptions
@@ -223,27 +236,70 @@ def _run(arguments: EvalArguments, path: Path, output: OutputOptions) -> EvalRep
         dequantize=arguments.dequantize,
         exact_products=arguments.exact_products,
     )
+    identity = {**arguments.identity(), **arguments.on_machine()}
     with (
-        ResultsFolder(path, identity(arguments)) as folder,
+        ResultsFolder(path, identity) as folder,
         opened(arguments.model, place, HybridConfig(method="full"), output) as llm,
     ):
         contest = Evaluation(llm, arguments)
+        interrupted = _measured(contest, folder, output, llm.model)
+        return _written(arguments, contest, folder, environment_of(llm), output, interrupted)
+
+
+def _run_on_cluster(
+    address: str,
+    arguments: EvalArguments,
+    plugins: Sequence[str],
+    path: Path,
+    output: OutputOptions,
+) -> EvalReport:
+    """Measures on the nodes of a cluster."""
+    from hybrid_kv.cli.display import note, waiting
+    from hybrid_kv.contest.folder import ResultsFolder
+    from hybrid_kv.ray.evaluation import ClusterEvaluation
+
+    with (
+        ClusterEvaluation(address, arguments, plugins, lambda text: note(text, output)) as contest,
+        ResultsFolder(path, {**arguments.identity(), **contest.machine}) as folder,
+    ):
+        with waiting(f"loading {arguments.model} on {contest.num_nodes} nodes", output):
+            contest.load()
         interrupted = _measured(contest, folder, output)
-        report = report_of(arguments, contest, folder, environment_of(llm), interrupted=interrupted)
-        write_results(report, path, output)
-    return report
+        contest.close()  # stdout is the report's again
+        return _written(arguments, contest, folder, contest.environment, output, interrupted)
 
 
-def _measured(contest: Evaluation, folder: ResultsFolder, output: OutputOptions) -> bool:
+def _measured(
+    contest: CellSource,
+    folder: ResultsFolder,
+    output: OutputOptions,
+    model: nn.Module | None = None,
+) -> bool:
     """Whether the user ended it."""
     from hybrid_kv.cli.model_run import checked, ended_by_ctrl_c
 
     try:
-        with _progress(output) as tell, ended_by_ctrl_c(output, contest.model) as check:
+        with _progress(output) as tell, ended_by_ctrl_c(output, model) as check:
             contest.run(folder, checked(tell, check))
     except KeyboardInterrupt:
         return True
     return False
+
+
+def _written(
+    arguments: EvalArguments,
+    contest: CellSource,
+    folder: ResultsFolder,
+    environment: Environment,
+    output: OutputOptions,
+    interrupted: bool,
+) -> EvalReport:
+    """The report of what was measured; writes the folder's tables and page."""
+    from hybrid_kv.cli.evaluate_results import report_of, write_results
+
+    report = report_of(arguments, contest, folder, environment, interrupted=interrupted)
+    write_results(report, folder.path, output)
+    return report
 
 
 def _print(report: EvalReport, folder: Path, output: OutputOptions) -> None:

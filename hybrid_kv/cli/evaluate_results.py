@@ -3,34 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from hybrid_kv.cli.files import write_report
 from hybrid_kv.cli.options import OutputOptions
 from hybrid_kv.contest.arguments import EvalArguments
-from hybrid_kv.contest.evaluation import Evaluation, rows_of
+from hybrid_kv.contest.evaluation import CellSource, rows_of
 from hybrid_kv.contest.folder import ResultsFolder
-from hybrid_kv.contest.prompts import text_digest
-from hybrid_kv.models.load import resolve_device
 from hybrid_kv.report import Environment
-from hybrid_kv.report.environment import probe_cpu
 from hybrid_kv.report.evaluation import to_csv
 from hybrid_kv.report.files import write_file
 from hybrid_kv.report.html.evaluation_page import render_evaluation
 from hybrid_kv.report.schema import EvalReport, to_json
 
 
-def identity(arguments: EvalArguments) -> dict[str, Any]:
-    """Facts that all results of one folder have in common, times included."""
-    device = resolve_device(arguments.device).type
-    processor = probe_cpu().model if device == "cpu" else device
-    digest = text_digest(arguments.text)
-    return {**arguments.identity(), "text": digest, "device": device, "processor": processor}
-
-
 def report_of(
     arguments: EvalArguments,
-    contest: Evaluation,
+    contest: CellSource,
     folder: ResultsFolder,
     environment: Environment,
     *,

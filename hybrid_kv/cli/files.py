@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from hybrid_kv.cli.options import OutputOptions
 from hybrid_kv.errors import ConfigError
-from hybrid_kv.report import Environment, probe_environment
+from hybrid_kv.report.environment import Environment, environment_on
 from hybrid_kv.report.files import check_files, write_file
 from hybrid_kv.report.run import (
     AuditReport,
@@ -27,8 +27,6 @@ from hybrid_kv.report.run import (
 from hybrid_kv.report.schema import to_json
 
 if TYPE_CHECKING:
-    import torch
-
     from hybrid_kv.api import LLM, Generation
     from hybrid_kv.cli.model_run import Outcome
     from hybrid_kv.config import HybridConfig
@@ -52,14 +50,6 @@ def write_report(report: Any, output: OutputOptions) -> None:
 def environment_of(llm: LLM) -> Environment:
     """The environment with the device that the model is on."""
     return environment_on(llm.model.device)
-
-
-def environment_on(device: torch.device) -> Environment:
-    """The environment with a device by its name."""
-    import torch
-
-    name = f" ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else ""
-    return probe_environment(f"{device}{name}")
 
 
 def describe_run(llm: LLM, model: str, outcome: Outcome, config: HybridConfig | None = None) -> Run:

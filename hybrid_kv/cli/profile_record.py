@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_kv.cli.display import note
-from hybrid_kv.cli.files import environment_on, write_report
+from hybrid_kv.cli.files import write_report
 from hybrid_kv.cli.options import OutputOptions
 from hybrid_kv.cli.profile_tables import (
     describe_profile,
@@ -17,6 +17,7 @@ from hybrid_kv.cli.profile_tables import (
 from hybrid_kv.errors import ConfigError, WriteError
 from hybrid_kv.eval.profiling import Bench, ProfileArguments
 from hybrid_kv.models.load import resolve_device
+from hybrid_kv.report.environment import environment_on
 from hybrid_kv.report.files import STDOUT, is_replaced
 from hybrid_kv.report.profile import ProfileRow
 from hybrid_kv.report.schema import ProfileReport

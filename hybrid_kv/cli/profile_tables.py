@@ -20,12 +20,12 @@ from hybrid_kv.cli.display import (
     human_seconds,
     print_columns,
 )
-from hybrid_kv.cli.files import environment_on
 from hybrid_kv.errors import ConfigError
 from hybrid_kv.eval.profiling import ProfileArguments
 from hybrid_kv.ops.native import engine_state
 from hybrid_kv.ops.native.library import pool_here
 from hybrid_kv.report import read_report
+from hybrid_kv.report.environment import environment_on
 from hybrid_kv.report.profile import (
     DEVICE_PEAK,
     FILL,

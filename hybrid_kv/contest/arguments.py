@@ -9,9 +9,12 @@ from typing import Any, Literal
 from pydantic import Field, ValidationError
 
 from hybrid_kv.config import HybridConfig, Params, budget_tokens, first_sentence
+from hybrid_kv.contest.prompts import text_digest
 from hybrid_kv.errors import ConfigError, NoBudgetError, said, unknown_name, unknown_setting
 from hybrid_kv.eval.tasks import RULER, TASKS, Language, Task, TaskConfig
+from hybrid_kv.models.load import resolve_device
 from hybrid_kv.plugins import METHODS
+from hybrid_kv.report.environment import probe_cpu
 from hybrid_kv.report.evaluation import Asking
 
 FULL = "full"
@@ -296,3 +299,13 @@ class EvalArguments(Params):
         """
         grows = {"tasks", "contexts", "methods", "budgets", "question", "device", "skip_refused"}
         return self.model_dump(mode="json", exclude=grows)
+
+    def on_machine(self) -> dict[str, str | None]:
+        """Facts of this machine that results of one folder must have in common, for their times.
+
+        Raises:
+            ConfigError: the text cannot be read, or there is no such device.
+        """
+        device = resolve_device(self.device).type
+        processor = probe_cpu().model if device == "cpu" else device
+        return {"text": text_digest(self.text), "device": device, "processor": processor}

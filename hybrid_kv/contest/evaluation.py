@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from itertools import groupby
@@ -51,8 +52,42 @@ class _Group:
         return (*place, asking, contender.name, contender.budget)
 
 
-class Evaluation:
-    """An evaluation on a loaded model.
+class CellSource(ABC):
+    """Cells of an evaluation, wherever they are measured."""
+
+    @abstractmethod
+    def wanted(self) -> list[Key]:
+        """Keys of all cells, in the order of tasks, contexts and methods."""
+
+    @abstractmethod
+    def refused(self) -> Iterable[EvalRow]:
+        """A row without a score for each method and budget that cannot be had."""
+
+    @abstractmethod
+    def measure(self, keys: Collection[Key]) -> Iterator[Cell]:
+        """Cells of these keys, as they are measured.
+
+        Raises:
+            ConfigError: a context cannot be written, being too short for its task.
+        """
+
+    def run(self, folder: ResultsFolder, told: Told | None = None) -> None:
+        """Measures what the folder lacks; cells that failed are tried again.
+
+        Raises:
+            ConfigError: as `measure`.
+        """
+        lacking = [key for key in self.wanted() if folder.lacks(key)]
+        begin = perf_counter()
+        for done, cell in enumerate(self.measure(lacking), 1):
+            folder.add(cell)
+            if told is not None:
+                left = (perf_counter() - begin) / done * (len(lacking) - done)
+                told(cell, done, len(lacking), left)
+
+
+class Evaluation(CellSource):
+    """An evaluation on a loaded model; each context is prefilled once.
 
     Raises:
         ConfigError: a task is not written in the model's language, or the model has no tokenizer.
@@ -78,7 +113,6 @@ class Evaluation:
         return self._place.runtime.model
 
     def wanted(self) -> list[Key]:
-        """Keys of all cells, in the order of tasks, contexts and methods."""
         return [
             group.key(asking, contender)
             for group in self.groups
@@ -87,7 +121,6 @@ class Evaluation:
         ]
 
     def refused(self) -> Iterator[EvalRow]:
-        """A row without a score for each method and budget that cannot be had."""
         refusals = {context: self._asked.refused(context) for context in self._asked.contexts}
         places = dict.fromkeys(
             (group.spec, group.context_tokens, asking)
@@ -108,21 +141,10 @@ class Evaluation:
                     refused=True,
                 )
 
-    def run(self, folder: ResultsFolder, told: Told | None = None) -> None:
-        """Measures what the folder lacks; cells that failed are tried again.
-
-        Raises:
-            ConfigError: a context cannot be written, being too short for its task.
-        """
-        lacking = [key for key in self.wanted() if _lacks(folder, key)]
-        done, begin = 0, perf_counter()
+    def measure(self, keys: Collection[Key]) -> Iterator[Cell]:
+        asked = frozenset(keys)
         for group in self.groups:
-            for cell in self._measured(group, folder):
-                folder.add(cell)
-                done += 1
-                if told is not None:
-                    left = (perf_counter() - begin) / done * (len(lacking) - done)
-                    told(cell, done, len(lacking), left)
+            yield from self._measured(group, asked)
 
     def _groups(self) -> Iterator[_Group]:
         asked = self._asked
@@ -134,12 +156,12 @@ class Evaluation:
                 for sample in range(asked.samples):
                     yield _Group(spec, task, context, sample, askings, found)
 
-    def _measured(self, group: _Group, folder: ResultsFolder) -> Iterator[Cell]:
+    def _measured(self, group: _Group, keys: Collection[Key]) -> Iterator[Cell]:
         lacking = [
             (asking, contender)
             for asking in group.askings
             for contender in group.contenders
-            if _lacks(folder, group.key(asking, contender))
+            if group.key(asking, contender) in keys
         ]
         if not lacking:
             return
@@ -194,11 +216,6 @@ class Evaluation:
             seconds=round(perf_counter() - begin, 3),
             **fields,
         )
-
-
-def _lacks(folder: ResultsFolder, key: Key) -> bool:
-    cell = folder.cells.get(key)
-    return cell is None or cell.error is not None
 
 
 def _ends(known: int | Sequence[int] | None) -> frozenset[int]:

@@ -75,6 +75,11 @@ class ResultsFolder:
             self.close()
             raise
 
+    def lacks(self, key: Key) -> bool:
+        """Whether a cell is not there, or has failed."""
+        cell = self.cells.get(key)
+        return cell is None or cell.error is not None
+
     def add(self, cell: Cell) -> None:
         """Takes a cell in and writes the cells of its context."""
         self.cells[key_of(cell)] = cell

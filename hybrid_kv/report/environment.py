@@ -5,9 +5,13 @@ from __future__ import annotations
 import platform
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 from pydantic import BaseModel, ConfigDict
+
+if TYPE_CHECKING:
+    import torch
 
 PACKAGES = ("hybrid-kv", "torch", "transformers", "faiss-cpu", "numba", "triton", "flashinfer")
 """Packages whose version can change a result; flashinfer and triton may be absent."""
@@ -60,6 +64,14 @@ def probe_environment(device: str | None = None) -> Environment:
         ram_bytes=psutil.virtual_memory().total,
         device=device,
     )
+
+
+def environment_on(device: torch.device) -> Environment:
+    """The environment with a device by its name."""
+    import torch
+
+    name = f" ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else ""
+    return probe_environment(f"{device}{name}")
 
 
 def installed_version(package: str) -> str | None:

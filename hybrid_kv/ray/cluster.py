@@ -1,0 +1,181 @@
+"""A Ray cluster: the connection to it, its nodes, and one worker on each of them."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import re
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+from hybrid_kv.errors import ClusterError, ConfigError, HybridKVError
+
+_log = logging.getLogger(__name__)
+
+_ANSWER_S = 5.0
+"""For a head node to take a connection; Ray itself would try for a minute."""
+
+
+class NodeLostError(ClusterError):
+    """A node, or the worker on it, has ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterNode:
+    """A node that is alive; name: its address with the first digits of its id."""
+
+    id: str
+    name: str
+    cpus: float
+    gpus: float
+
+
+@contextmanager
+def connected(address: str) -> Iterator[list[ClusterNode]]:
+    """A connection to a cluster, and its nodes that have a processor to compute with.
+
+    Ray writes news of the cluster to stdout, which belongs to reports: it is logged instead.
+
+    Args:
+        address: HOST:PORT of the head node, or "auto" for the cluster of this machine.
+
+    Raises:
+        ConfigError: Ray is not installed, nobody answers, or no node has a processor.
+    """
+    _check(address)
+    import ray
+
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # else a page of advice
+    with redirect_stdout(_Log()):
+        try:
+            ray.init(
+                address=address,
+                log_to_driver=False,
+                configure_logging=False,
+                logging_level="ERROR",
+            )
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            raise ConfigError(
+                f"--ray must be a cluster that this machine is a node of, got '{address}': "
+                f"{_first_line(error)}"
+            ) from error
+        try:
+            found = [_node(facts) for facts in ray.nodes() if facts["Alive"]]
+            usable = [node for node in found if node.cpus >= 1]
+            if not usable:
+                raise ConfigError(
+                    f"the cluster at '{address}' must have a node with a processor, got none; "
+                    "start one with `ray start --address ...`"
+                )
+            yield usable
+        finally:
+            ray.shutdown()
+
+
+class _Log(io.TextIOBase):
+    """A text file whose lines are logged, for --debug to show."""
+
+    def write(self, text: str) -> int:
+        if text.strip():
+            _log.debug("%s", text.rstrip())
+        return len(text)
+
+
+def _check(address: str) -> None:
+    """Raises ConfigError unless Ray is installed and somebody listens at the address."""
+    if find_spec("ray") is None:
+        raise ConfigError(
+            "--ray needs Ray, got an environment without; pip install 'hybrid-kv[ray]'"
+        )
+    if address == "auto":
+        return
+    host, colon, port = address.rpartition(":")
+    if not re.fullmatch(r"[\w.-]+|\[[\da-fA-F:]+\]", host) or not colon or not port.isdecimal():
+        raise ConfigError(
+            "--ray must be HOST:PORT of a head node, as `ray start --head` prints it, or auto, got "
+            f"'{address}'"
+        )
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _ANSWER_S).close()
+    except (OSError, OverflowError) as error:
+        raise ConfigError(
+            f"--ray must be a cluster that answers, got '{address}' "
+            f"({getattr(error, 'strerror', None) or error}); start one with `ray start --head`"
+        ) from None
+
+
+def _node(facts: dict[str, Any]) -> ClusterNode:
+    name = f"{facts['NodeManagerAddress']} ({facts['NodeID'][:8]})"
+    resources = facts["Resources"]
+    return ClusterNode(facts["NodeID"], name, resources.get("CPU", 0.0), resources.get("GPU", 0.0))
+
+
+class NodeWorker:
+    """An actor on one node, which ends with it or with this process.
+
+    It takes all processors of the node, so that nobody else's work is in its times.
+
+    Args:
+        kind: class of the actor.
+        given: arguments of the class.
+        on_gpu: whether it takes a GPU where the node has one.
+    """
+
+    def __init__(
+        self, node: ClusterNode, kind: type, given: Sequence[Any], *, on_gpu: bool
+    ) -> None:
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        self.node = node
+        options = ray.remote(kind).options(
+            num_cpus=node.cpus,
+            num_gpus=min(1, node.gpus) if on_gpu else 0,
+            max_restarts=0,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False),
+        )
+        self._actor = options.remote(*given)
+
+    def call(self, method: str, *given: Any) -> Any:
+        """A reference to what a method will return."""
+        return getattr(self._actor, method).remote(*given)
+
+    def stream(self, method: str, *given: Any) -> Any:
+        """References to what a method yields, as it does."""
+        return getattr(self._actor, method).options(num_returns="streaming").remote(*given)
+
+    def result(self, reference: Any) -> Any:
+        """The value behind a reference.
+
+        Raises:
+            NodeLostError: the worker or its node has ended.
+            HybridKVError: the worker raised it; the message begins with the node.
+        """
+        import ray
+        from ray.exceptions import RayActorError, RayTaskError, WorkerCrashedError
+
+        try:
+            return ray.get(reference)
+        except RayTaskError as error:
+            raise self._told(error.cause) from error
+        except (RayActorError, WorkerCrashedError) as error:
+            if missing := re.search(r"No module named '([\w.]+)'", str(error)):
+                raise ConfigError(
+                    f"node {self.node.name} must have the package of this machine, got one without "
+                    f"{missing[1]}; pip install 'hybrid-kv[ray]' there"
+                ) from error
+            raise NodeLostError(f"node {self.node.name} has left") from error
+
+    def _told(self, cause: BaseException) -> HybridKVError:
+        if isinstance(cause, HybridKVError):
+            return type(cause)(f"node {self.node.name}: {cause}")
+        return ClusterError(f"node {self.node.name}: {type(cause).__name__}: {cause}")
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0].rstrip(".:")
