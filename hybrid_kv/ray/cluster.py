@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import io
 import logging
 import os
 import re
 import socket
-from collections.abc import Iterator, Sequence
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, TextIO
 
 from hybrid_kv.errors import ClusterError, ConfigError, HybridKVError
 
@@ -19,6 +20,10 @@ _log = logging.getLogger(__name__)
 
 _ANSWER_S = 5.0
 """For a head node to take a connection; Ray itself would try for a minute."""
+
+
+NodeFacts = dict[str, str | None]
+"""Facts that all nodes must have in common, by name."""
 
 
 class NodeLostError(ClusterError):
@@ -51,7 +56,7 @@ def connected(address: str) -> Iterator[list[ClusterNode]]:
     import ray
 
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # else a page of advice
-    with redirect_stdout(_Log()):
+    with redirect_stdout(_WithoutRay(sys.stdout)):
         try:
             ray.init(
                 address=address,
@@ -65,25 +70,61 @@ def connected(address: str) -> Iterator[list[ClusterNode]]:
                 f"{_first_line(error)}"
             ) from error
         try:
-            found = [_node(facts) for facts in ray.nodes() if facts["Alive"]]
-            usable = [node for node in found if node.cpus >= 1]
-            if not usable:
+            if not (nodes := alive_nodes()):
                 raise ConfigError(
                     f"the cluster at '{address}' must have a node with a processor, got none; "
                     "start one with `ray start --address ...`"
                 )
-            yield usable
+            yield nodes
         finally:
             ray.shutdown()
 
 
-class _Log(io.TextIOBase):
-    """A text file whose lines are logged, for --debug to show."""
+def alive_nodes() -> list[ClusterNode]:
+    """Nodes of the cluster that have a processor to compute with."""
+    import ray
+
+    nodes = [_node(facts) for facts in ray.nodes() if facts["Alive"]]
+    return [node for node in nodes if node.cpus >= 1]
+
+
+def agreed(found: Mapping[NodeWorker, NodeFacts], own: NodeFacts) -> NodeFacts:
+    """Facts that this machine and all nodes have alike.
+
+    Args:
+        own: of this machine; of others the first node decides.
+
+    Raises:
+        ConfigError: a node differs.
+    """
+    facts, whose = dict(own), dict.fromkeys(own, "this machine")
+    for worker, its in found.items():
+        for name, value in its.items():
+            if name not in facts:
+                facts[name], whose[name] = value, f"node {worker.node.name}"
+            elif value != facts[name]:
+                raise ConfigError(
+                    f"node {worker.node.name} must have {name} {facts[name]}, as {whose[name]} "
+                    f"has, got {value}; what comes out would depend on the node"
+                )
+    return facts
+
+
+class _WithoutRay:
+    """A text file; lines of Ray's threads are logged in its place, for --debug to show."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
 
     def write(self, text: str) -> int:
+        if not threading.current_thread().name.startswith("ray_"):
+            return self._file.write(text)
         if text.strip():
             _log.debug("%s", text.rstrip())
         return len(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
 
 
 def _check(address: str) -> None:
@@ -124,10 +165,17 @@ class NodeWorker:
         kind: class of the actor.
         given: arguments of the class.
         on_gpu: whether it takes a GPU where the node has one.
+        threads: calls that it answers at the same time.
     """
 
     def __init__(
-        self, node: ClusterNode, kind: type, given: Sequence[Any], *, on_gpu: bool
+        self,
+        node: ClusterNode,
+        kind: type,
+        given: Sequence[Any] = (),
+        *,
+        on_gpu: bool,
+        threads: int = 1,
     ) -> None:
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -137,6 +185,7 @@ class NodeWorker:
             num_cpus=node.cpus,
             num_gpus=min(1, node.gpus) if on_gpu else 0,
             max_restarts=0,
+            max_concurrency=threads,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False),
         )
         self._actor = options.remote(*given)
@@ -170,6 +219,12 @@ class NodeWorker:
                     f"{missing[1]}; pip install 'hybrid-kv[ray]' there"
                 ) from error
             raise NodeLostError(f"node {self.node.name} has left") from error
+
+    def end(self) -> None:
+        """Ends the worker at once; harmless when it has ended."""
+        import ray
+
+        ray.kill(self._actor)
 
     def _told(self, cause: BaseException) -> HybridKVError:
         if isinstance(cause, HybridKVError):

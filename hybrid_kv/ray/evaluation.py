@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
@@ -20,9 +20,9 @@ from typing import Any
 from hybrid_kv.contest.arguments import EvalArguments
 from hybrid_kv.contest.evaluation import CellSource
 from hybrid_kv.contest.folder import Key, key_of
-from hybrid_kv.errors import ClusterError, ConfigError
-from hybrid_kv.ray.cluster import NodeLostError, NodeWorker, connected
-from hybrid_kv.ray.worker import EvalWorker, LoadedEvaluation, NodeFacts
+from hybrid_kv.errors import ClusterError
+from hybrid_kv.ray.cluster import NodeLostError, NodeWorker, agreed, connected
+from hybrid_kv.ray.worker import EvalWorker, LoadedEvaluation
 from hybrid_kv.report import Environment, probe_environment
 from hybrid_kv.report.evaluation import Cell, EvalRow
 
@@ -72,7 +72,7 @@ class ClusterEvaluation(CellSource):
             on_gpu = asked.device != "cpu"
             self._workers = [NodeWorker(node, EvalWorker, given, on_gpu=on_gpu) for node in nodes]
             own = probe_environment().versions
-            facts = self._agreed(self._answers("facts"), own)
+            facts = agreed(self._answers("facts"), own)
         except BaseException:
             self.close()
             raise
@@ -86,7 +86,7 @@ class ClusterEvaluation(CellSource):
             ModelNotFoundError: a node does not have it.
         """
         loaded: dict[NodeWorker, LoadedEvaluation] = self._answers("load")
-        self._agreed({worker: {"weights": one.weights} for worker, one in loaded.items()}, {})
+        agreed({worker: {"weights": one.weights} for worker, one in loaded.items()}, {})
         self._loaded = next(iter(loaded.values()))
 
     @property
@@ -154,27 +154,6 @@ class ClusterEvaluation(CellSource):
             "workers, perhaps for want of memory; the other results are kept: run again without "
             "it, or on larger nodes"
         ) from error
-
-    def _agreed(self, found: Mapping[NodeWorker, NodeFacts], own: NodeFacts) -> NodeFacts:
-        """NodeFacts that this machine and all nodes have alike.
-
-        Args:
-            own: of this machine; of others the first node decides.
-
-        Raises:
-            ConfigError: a node differs.
-        """
-        facts, whose = dict(own), dict.fromkeys(own, "this machine")
-        for worker, its in found.items():
-            for name, value in its.items():
-                if name not in facts:
-                    facts[name], whose[name] = value, f"node {worker.node.name}"
-                elif value != facts[name]:
-                    raise ConfigError(
-                        f"node {worker.node.name} must have {name} {facts[name]}, as "
-                        f"{whose[name]} has, got {value}; results would depend on the node"
-                    )
-        return facts
 
     def _answers(self, method: str) -> dict[NodeWorker, Any]:
         """Answer of every node that is still there; nodes that leave meanwhile are left out."""

@@ -45,9 +45,14 @@ def test_an_address_that_nobody_answers_is_refused_at_once(tmp_path: Path) -> No
     assert not (tmp_path / "results").exists()
 
 
-@pytest.mark.slow
-def test_a_machine_without_a_cluster_is_told_so(tmp_path: Path) -> None:
-    pytest.importorskip("ray", reason="Ray is not installed; run scripts/check_engines")
-    assert "--ray must be a cluster that this machine is a node of" in refused(
-        *words(tmp_path, "auto")
-    )
+def test_a_machine_outside_of_the_cluster_is_told_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ray = pytest.importorskip("ray", reason="Ray is not installed; run scripts/check_engines")
+
+    def init(**options: object) -> None:
+        raise ConnectionError("Could not find any running Ray instance.\nPlease specify one.")
+
+    monkeypatch.setattr(ray, "init", init)
+    error = refused(*words(tmp_path, "auto"))
+    assert "must be a cluster that this machine is a node of, got 'auto': Could not find" in error

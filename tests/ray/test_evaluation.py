@@ -97,11 +97,14 @@ def arguments(model: Path, **changes: Any) -> EvalArguments:
 
 DEADLY = """
 import os
-from hybrid_kv.plugin import METHODS, Method, Placement, Read
+from hybrid_kv.plugin import METHODS, Method, Params, Read
 
 @METHODS.register("deadly")
 class Deadly(Method):
     '''Ends the process, as one does that runs out of memory.'''
+
+    class Params(Params):
+        '''None.'''
 
     @classmethod
     def at_budget(cls, params, tokens, *, context_tokens, page_size):
