@@ -91,10 +91,6 @@ class BackendUnavailable(HybridKVError, RuntimeError):
     exit_code = 2
 
 
-class ClusterError(HybridKVError, RuntimeError):
-    """A cluster has no node left that can do the work; what was done before is kept."""
-
-
 class BusyError(HybridKVError, RuntimeError):
     """The model is computing already, and serves one call at a time."""
 

@@ -37,7 +37,6 @@ def test_exit_codes_tell_a_mistake_from_a_failure() -> None:
         "BrokenCacheError": 1,
         "BusyError": 1,
         "CapacityError": 2,
-        "ClusterError": 1,
         "ConfigError": 2,
         "DeviceMemoryError": 1,
         "FileFormatError": 2,

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, TextIO
 
-from hybrid_kv.errors import ClusterError, ConfigError, HybridKVError
+from hybrid_kv.errors import ConfigError, HybridKVError
 
 _log = logging.getLogger(__name__)
 
@@ -24,6 +24,10 @@ _ANSWER_S = 5.0
 
 NodeFacts = dict[str, str | None]
 """Facts that all nodes must have in common, by name."""
+
+
+class ClusterError(HybridKVError, RuntimeError):
+    """A cluster has no node left that can do the work; what was done before is kept."""
 
 
 class NodeLostError(ClusterError):

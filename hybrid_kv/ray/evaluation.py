@@ -20,8 +20,7 @@ from typing import Any
 from hybrid_kv.contest.arguments import EvalArguments
 from hybrid_kv.contest.evaluation import CellSource
 from hybrid_kv.contest.folder import Key, key_of
-from hybrid_kv.errors import ClusterError
-from hybrid_kv.ray.cluster import NodeLostError, NodeWorker, agreed, connected
+from hybrid_kv.ray.cluster import ClusterError, NodeLostError, NodeWorker, agreed, connected
 from hybrid_kv.ray.worker import EvalWorker, LoadedEvaluation
 from hybrid_kv.report import Environment, probe_environment
 from hybrid_kv.report.evaluation import Cell, EvalRow
