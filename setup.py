@@ -12,6 +12,7 @@ import copy
 import ctypes
 import os
 import platform
+import shutil
 import sys
 import tempfile
 import tomllib
@@ -92,7 +93,24 @@ class BuildEngine(build_ext):
         # The libraries have the same sources: each needs a place for its objects.
         own = copy.copy(self)
         own.build_temp = str(Path(self.build_temp, ext.name))
+        flags = self.precompiled(ext, Path(own.build_temp))
+        ext.extra_compile_args = [*flags, *ext.extra_compile_args]
         super(BuildEngine, own).build_extension(ext)
+
+    def precompiled(self, ext: Extension, folder: Path) -> list[str]:
+        """What includes the standard library's headers, compiled once for all sources: a fifth
+        less to do. Nothing where that does not work.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        header = shutil.copy(str(NATIVE / "src" / "standard.h"), str(folder))
+        compiler = getattr(self.compiler, "compiler_so_cxx", self.compiler.compiler_so)
+        macros = [f"-D{name}={value}" for name, value in ext.define_macros]
+        command = [*compiler, *macros, *ext.extra_compile_args, "-x", "c++-header", header]
+        try:
+            self.spawn([*command, "-o", f"{header}.gch"])
+        except (CCompilerError, ExecError, PlatformError, OSError):
+            return []
+        return ["-include", header]
 
 
 setup(

@@ -40,6 +40,9 @@ compile() (
     [[ -f $folder/key && $(<"$folder/key") == "$key" ]] && exit
     rm -rf "$folder"
     mkdir -p "$folder"
+    cp native/src/standard.h "$folder"  # compiled once: half of what a small source takes
+    "$compiler" "${flags[@]}" -x c++-header "$folder/standard.h" -o "$folder/standard.h.gch" || exit
+    flags=(-include "$folder/standard.h" "${flags[@]}")
     (cd "native/$sources" && printf '%s\n' *.cpp) | xargs -P "$(nproc)" -I SOURCE \
         "$compiler" "${flags[@]}" -c "native/$sources/SOURCE" -o "$folder/SOURCE.o" &&
         echo "$key" >"$folder/key"
