@@ -382,8 +382,6 @@ class TokenBudget:
     estimate: what was not found is attended as an estimate: of the "index", see `Index.estimate`,
         or of all entries by their moments, as one "gaussian" or to "first_order", see `Tail`; None
         leaves it out.
-    follows: top_k is the mean over the model's layers, which share it by their running error, see
-        `LayerBudgets`.
     form: of an estimate by moments; None where there is none.
     most: entries that a query head attends at most. width: that its search is made wide enough for.
     weighs: whether what was found is cut by its weight.
@@ -397,7 +395,6 @@ class TokenBudget:
     min_share: float | None = None
     shared: bool = False
     estimate: Literal["index", "gaussian", "first_order"] | None = None
-    follows: bool = False
     form: Literal["gaussian", "first_order"] | None = field(init=False, repr=False, compare=False)
     most: int = field(init=False, repr=False, compare=False)
     width: int = field(init=False, repr=False, compare=False)

@@ -59,11 +59,12 @@ class Rows(NamedTuple):
     @property
     def size(self) -> Floats:
         """What the expected KL is a multiple of."""
-        return self.half**2 * self.entropy
+        return self.half**2.5 * np.maximum(self.entropy, 0) ** 0.75
 
 
 SIGNALS: dict[str, Callable[[Rows], Floats]] = {
-    "half^2 entropy": lambda rows: rows.size,
+    "size": lambda rows: rows.size,
+    "half^2 entropy": lambda rows: rows.half**2 * rows.entropy,
     "half": lambda rows: rows.half,
     "entropy": lambda rows: rows.entropy,
     "margin": lambda rows: -rows.margin,
@@ -83,7 +84,7 @@ def auc(signal: Floats, is_hit: NDArray[Any]) -> float:
 
 
 def learned(rows: Rows) -> tuple[float, float]:
-    """Multiples of half^2 entropy: the mean KL over its mean, and the one that 90% stay below."""
+    """Multiples of the size: the mean KL over its mean, and the one that 90% stay below."""
     ratio = rows.kl / np.maximum(rows.size, 1e-12)
     return float(rows.kl.sum() / rows.size.sum()), float(np.quantile(ratio, COVERED))
 
@@ -159,6 +160,18 @@ def by_budget(rows: Rows) -> dict[str, dict[str, float]]:
     return found
 
 
+def covered_by_kind(rows: Rows) -> dict[str, dict[str, float]]:
+    """Share of tokens below the bar by what the other texts have taught, by budget and kind."""
+    covered = rows.kl <= left_out(rows)[1]
+    return {
+        str(budget): {
+            str(kind): float(covered[(rows.budget == budget) & (rows.kind == kind)].mean())
+            for kind in np.unique(rows.kind)
+        }
+        for budget in dict.fromkeys(rows.budget.tolist())
+    }
+
+
 def shown(found: dict[str, dict[str, float]], names: Sequence[str]) -> str:
     """Lines of the table."""
     lines = [f"{'':24}" + "".join(f"{budget:>18}" for budget in found)]
@@ -181,17 +194,24 @@ def main() -> None:
     print(shown(found, list(found["all"])), file=sys.stderr)
     constants = {"kl": kl, "kl_bar": bar, "flip": weights}
     texts = len(np.unique(rows.text))
-    kept = {
-        budget: {name: value for name, value in line.items() if name in SUMMED}
+    kept = [
+        {"budget": budget, **{name: line[name] for name in SUMMED}}
         for budget, line in found.items()
-    }
+    ]
+    covered = covered_by_kind(rows)
+    print(shown(covered, list(dict.fromkeys(rows.kind.tolist()))), file=sys.stderr)
+    kinds = [
+        {"kind": kind, **{budget: line[kind] for budget, line in covered.items()}}
+        for kind in dict.fromkeys(rows.kind.tolist())
+    ]
     document = {"benchmark": "error_bar", "texts": texts, "constants": constants, "rows": kept}
+    document["covered"] = kinds
     print(compact(document), end="")
 
 
 SUMMED = (
     *("kl", "flips", "coverage", "worst_coverage", "width", "bar_above", "kl_left"),
-    *("kl_auc half^2 entropy", "kl_auc entropy", "kl_auc margin"),
+    *("kl_auc size", "kl_auc entropy", "kl_auc margin"),
     *("flip_auc_risk", "flip_auc margin"),
 )
 """Of a line, in the document."""

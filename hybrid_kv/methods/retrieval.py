@@ -217,33 +217,12 @@ class RetrievalAttention(Method):
 
 
 class _AutoCold(SearchParams):
-    """budgets: every layer attends top_k entries ("equal"), or layers share them by how far their
-    outputs move with half of what they find ("by_error"), which is looked at in one step of 32; no
-    step is then replayed as a graph.
-    """
-
     owner = "hybrid"
-    in_python = frozenset({"look_ahead", "look_ahead_factor", "budgets"})
+    in_python = frozenset({"look_ahead", "look_ahead_factor"})
 
     top_k: BudgetField = 128  # what is lost follows the number of keys (docs/results.md)
     index: IndexConfig = Field(default="auto", validate_default=True)
     estimate: Literal["none", "gaussian", "first_order", "index"] = "gaussian"
-    budgets: Literal["equal", "by_error"] = "equal"
-
-    @model_validator(mode="after")
-    def _error_is_known(self) -> Self:
-        if self.budgets == "by_error" and not self.index.ranks:
-            raise ValueError(
-                "budgets 'by_error' takes an index that ranks, whose better half is known, got "
-                f"kind {self.index.kind}; choose sketch, flat, graph or auto, or budgets 'equal'"
-            )
-        return self
-
-    @property
-    def budget(self) -> TokenBudget | Literal["all"]:
-        """See `SearchParams`."""
-        plain = super().budget
-        return plain if plain == "all" else replace(plain, follows=self.budgets == "by_error")
 
 
 @METHODS.register("hybrid", paper="this project; arXiv:2409.10516 with arXiv:2406.10774")

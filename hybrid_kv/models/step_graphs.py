@@ -146,7 +146,7 @@ class StepGraphs:
             return PlanReason("inputs", "it returns what layers compute")
         if not (inputs.get("return_dict") is not False and getattr(config, "return_dict", True)):
             return PlanReason("inputs", "it returns a tuple")
-        if kv.watchers or kv.means.budgets is not None:
+        if kv.watchers:
             return PlanReason("watched", "somebody looks at its steps")
         if torch.is_grad_enabled() or self._model.training:
             return PlanReason("training", "gradients or dropout are on")

@@ -34,19 +34,15 @@ if TYPE_CHECKING:
     from hybrid_kv.watch.auditor import Auditor
 
 
-class StepTaker(Protocol):
-    """Whoever is told of decode steps of a cache."""
-
-    def add(self, step: Step, part: PartialAttention) -> None:
-        """Takes a step, with what it has found, and what it gave."""
-        ...
-
-
-class StepWatcher(StepTaker, Protocol):
+class StepWatcher(Protocol):
     """Whoever looks at decode steps of a cache, and at what they have found."""
 
     def wants(self, layer_idx: int, q: Tensor) -> bool:
         """Whether to look at the step of a layer that begins, with queries q [B, Hq, T, D]."""
+        ...
+
+    def add(self, step: Step, part: PartialAttention) -> None:
+        """Takes that step, with what it has found, and what it gave."""
         ...
 
 
@@ -107,7 +103,6 @@ class KVCache:
             "look_ahead": None,
             "shapes": self.info.layers,
             "numbers": None,
-            "budgets": None,
             "_selectors": None,
         }
 
@@ -206,24 +201,14 @@ class KVCache:
         steps, layer_idx, ahead = layer.steps, layer.shape.layer_idx, self.means.look_ahead
         foreseen = ahead.take(layer_idx) if ahead is not None and ahead.under_way else None
         step = steps.make(layer.store or layer.held, q, scale, softcap, new=new, ahead=foreseen)
-        budgets = self.means.budgets
-        if not self.watchers and budgets is None:
+        if not self.watchers:
             return steps.attend(step)
-        looking: list[StepTaker] = [one for one in self.watchers if one.wants(layer_idx, q)]
-        if budgets is not None and budgets.is_due(step.layer.rows[0].length):
-            looking.append(budgets)
+        looking = [one for one in self.watchers if one.wants(layer_idx, q)]
         step.found = {} if looking else None
         part = steps.attend(step, widening=_widening(self.auditor, layer_idx))
         for watcher in looking:
             watcher.add(step, part)
         return part
-
-    def is_looked_at(self, layer: LayerCache) -> bool:
-        """Whether somebody may look at a layer's next step of one token."""
-        budgets, store = self.means.budgets, layer.store
-        if self.watchers or budgets is None or store is None:
-            return bool(self.watchers)
-        return budgets.is_due(store.rows[0].length)
 
     def joint_step(
         self,
@@ -241,7 +226,7 @@ class KVCache:
         Args: as of `attend`.
         """
         layer, ahead = self.layers[layer_idx], self.means.look_ahead
-        if self.is_looked_at(layer) or self.more_prompt or self.phases.observer is not None:
+        if self.watchers or self.more_prompt or self.phases.observer is not None:
             return None
         if layer.store is None or layer.leaving.departure is not None:
             return None
@@ -263,8 +248,9 @@ class KVCache:
         if ahead is None or not ahead.wants(layer):
             return
         queries = predict()
-        read = self.means.method.read(layer_idx, queries)
-        read = self.means.followed(layer_idx, read).widened(_widening(self.auditor, layer_idx))
+        read = self.means.method.read(layer_idx, queries).widened(
+            _widening(self.auditor, layer_idx)
+        )
         if isinstance(read.cold, TokenBudget):
             ahead.begin(layer, queries, read.cold)
 
@@ -314,7 +300,7 @@ class KVCache:
             CapacityError, DeviceMemoryError: the copy does not fit; nothing has changed.
         """
         self.layers.seal_all()
-        new, ahead, budgets = copy(self), self.means.look_ahead, self.means.budgets
+        new, ahead = copy(self), self.means.look_ahead
         new._owns_executor = False
         new.phases, new.finite = Phases(), FiniteGuard(self.executor)
         new.graph_use = GraphUse()
@@ -325,7 +311,6 @@ class KVCache:
             builds=new_builds(new),
             work=Work(),
             look_ahead=None if ahead is None else ahead.fork(),
-            budgets=None if budgets is None else budgets.fork(),
             numbers=None,
             speculates=False,
         )

@@ -18,7 +18,7 @@ from hybrid_kv.plugins import Method
 from hybrid_kv.runtime.step import name_of_new
 from hybrid_kv.store import LayerStore, SelectFor, all_finite
 from hybrid_kv.transfer import Executor, Transfer
-from hybrid_kv.types import Foresight, LayerShape, Needs, Read, TokenBudget, Work
+from hybrid_kv.types import Foresight, LayerShape, Needs, Work
 from hybrid_kv.watch.phases import INDEX_BUILD, Phases, WorkClock
 
 if TYPE_CHECKING:
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from hybrid_kv.runtime.look_ahead import LookAhead
     from hybrid_kv.runtime.select import Selectors
     from hybrid_kv.store.pinned_allocator import PinnedAllocator
-    from hybrid_kv.watch.layer_budgets import LayerBudgets
 
 
 @dataclass(slots=True)
@@ -44,7 +43,6 @@ class CacheContext:
     for it, by `searches_ahead`.
     pinned: page-locked memory for GPUs; None until one asks for it, by `pinned_on`.
     numbers: tell devices of steps; None until a plan needs them, by `step_numbers`.
-    budgets: of layers that share theirs; None until one does, by `followed`.
     """
 
     ops: Ops
@@ -67,7 +65,6 @@ class CacheContext:
     look_ahead: LookAhead | None = None
     pinned: PinnedAllocator | None = None
     numbers: StepNumbers | None = None
-    budgets: LayerBudgets | None = None
     _selectors: Selectors | None = None
 
     def reserve(self, num_tokens: int) -> None:
@@ -83,16 +80,6 @@ class CacheContext:
 
             self.look_ahead = LookAhead(self.executor, self.foresight, self.unforeseen)
         return self.look_ahead
-
-    def followed(self, layer_idx: int, read: Read) -> Read:
-        """Entries that a layer's step attends, where the layers may share their budgets."""
-        if not isinstance(read.cold, TokenBudget) or not read.cold.follows:
-            return read
-        if self.budgets is None:
-            from hybrid_kv.watch.layer_budgets import LayerBudgets
-
-            self.budgets = LayerBudgets(self.shapes)
-        return self.budgets.read(layer_idx, read)
 
     def pinned_on(self, device: torch.device) -> PinnedAllocator | None:
         """Maker of the host memory of layers on a device; None for plain memory."""

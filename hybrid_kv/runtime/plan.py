@@ -28,7 +28,7 @@ from hybrid_kv.store import LayerStore, Row
 from hybrid_kv.store.live_index import LiveIndex
 from hybrid_kv.store.stamps import Stamp, Stamps
 from hybrid_kv.store.table import PageTable
-from hybrid_kv.types import Demotion, LayerShape, PartialAttention, Read, SearchResult, TokenBudget
+from hybrid_kv.types import Demotion, LayerShape, PartialAttention, Read, SearchResult
 
 if TYPE_CHECKING:
     from hybrid_kv.runtime.checked_method import CheckedMethod
@@ -113,8 +113,6 @@ class PlannedSteps:
         if read is None and (read := self._read) is None:
             read = self._method.read(self._layer_idx, step.q)
             self._read = read if self._reads_alike else None
-        if isinstance(read.cold, TokenBudget) and read.cold.follows:  # no call in every step
-            read = self._means.followed(self._layer_idx, read)
         if widening != 1:
             read = read.widened(widening)
         compiled, numbers = self._compiled, self._means.numbers

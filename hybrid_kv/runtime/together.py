@@ -72,9 +72,7 @@ class JointRow:
     def shares(self) -> Hashable | None:
         """Entries that it may attend together with others; None where it attends by itself."""
         kv, layer = self.kv, self.layer
-        if kv.is_looked_at(layer) or kv.more_prompt:
-            return None
-        if not layer.is_sealed or len(layer.held.rows) != 1:
+        if kv.watchers or kv.more_prompt or not layer.is_sealed or len(layer.held.rows) != 1:
             return None
         own, place = self.own, layer.held.placement
         if place is None or not (self.q.is_cpu and kv.executor.at_once):
@@ -95,8 +93,7 @@ class JointRow:
             return None
         if index is not None and index.builder.pending is not None:
             index.settle(span.extent.keys)
-        read = self.layer.method.read(self.layer_idx, self.q)
-        self._read = self.kv.means.followed(self.layer_idx, read)
+        self._read = self.layer.method.read(self.layer_idx, self.q)
         cold = self.read.cold
         if cold == "all" or (cold is not None and cold.top_k >= own.chain.num_tokens):
             return id(span.extent), span.length, "all"

@@ -36,7 +36,6 @@ _READING = frozenset(
     {
         *("page_budget", "cold.top_k", "cold.max_tokens", "cold.min_share", "cold.shared"),
         *("cold.look_ahead", "cold.look_ahead_factor", "cold.estimate", "cold.select"),
-        "cold.budgets",
     }
 )
 """Settings of methods that say how much is attended and where, and not what is stored or by what it

@@ -391,21 +391,6 @@ def test_a_share_that_nothing_misses_attends_everything(
     assert_equal(found, reference(architecture, call))
 
 
-@pytest.mark.parametrize("call", CALLS)
-def test_layers_that_share_budgets_serve_every_call(call: str) -> None:
-    """First as few entries as make them differ, then as many as there are."""
-    sizes = {"page_size": PAGE, "sink_tokens": PAGE, "window_tokens": PAGE}
-    model = build("llama")
-    for top_k in (4, LONGEST):
-        cold = {"top_k": top_k, "budgets": "by_error"}
-        config = hkv.HybridConfig(method="hybrid", **sizes, cold=cold)
-        with hkv.attach(model, config) as runtime:
-            cache = runtime.cache()
-            found = generate(model, call, cache, check=cache.check_integrity)
-            assert cache.kv.means.budgets is not None
-    assert_equal(found, reference("llama", call))
-
-
 @pytest.mark.parametrize("architecture", [name for name in ARCHITECTURES if name != "mistral"])
 @pytest.mark.parametrize("call", CALLS)
 def test_the_matrix_notices_lost_tokens(architecture: str, call: str) -> None:

@@ -18,7 +18,7 @@ from hybrid_kv.types import Evidence
 
 @pytest.fixture
 def rows() -> Rows:
-    """Three texts whose KL is 2 half^2 entropy, but for noise; flips follow margin and half."""
+    """Three texts whose KL is twice the size, but for noise; flips follow margin and half."""
     draw = np.random.default_rng(0)
     count = 3000
     half, entropy = draw.uniform(0.01, 0.3, count), draw.uniform(0.1, 6, count)
@@ -27,7 +27,7 @@ def rows() -> Rows:
     text = np.repeat(np.array(["a", "b", "c"]), count // 3)
     return Rows(
         *(text, text, np.tile(np.array(["1%", "2%"]), count // 2)),
-        kl=2 * half**2 * entropy * draw.exponential(1.0, count),
+        kl=2 * half**2.5 * entropy**0.75 * draw.exponential(1.0, count),
         flip=(draw.uniform(size=count) < 1 / (1 + np.exp(-odds))).astype(float),
         half=half,
         entropy=entropy,
@@ -68,6 +68,10 @@ def test_lines_by_budget(rows: Rows) -> None:
     assert found["all"]["coverage"] == pytest.approx(0.9, abs=0.03)
     assert found["all"]["worst_coverage"] <= found["all"]["coverage"]
     assert set(fit.SUMMED) <= found["all"].keys()
+    covered = fit.covered_by_kind(rows)
+    assert list(covered) == ["1%", "2%"]
+    assert covered["1%"].keys() == {"a", "b", "c"}
+    assert min(covered["1%"].values()) >= found["1%"]["worst_kind_coverage"]
 
 
 def test_rows_come_from_a_csv_that_is_gone_on_with(tmp_path: Path) -> None:
@@ -78,7 +82,7 @@ def test_rows_come_from_a_csv_that_is_gone_on_with(tmp_path: Path) -> None:
             dict(zip(COLUMNS, ("x", "prose", 9, "1%", "1e-3", 1, ".1", "2", ".5"), strict=True))
         )
     assert kept(path) == {"x"}
-    assert Rows.read(path).size == pytest.approx([0.02])
+    assert Rows.read(path).size == pytest.approx([0.1**2.5 * 2**0.75])
 
 
 def test_a_reading_is_cut_with_what_is_known_of_its_queries() -> None:

@@ -338,7 +338,9 @@ def test_a_token_s_error_follows_its_signals() -> None:
     by = Calibration(2.0, 5.0, (-1.0, -1.5, 0.5))
     one = TokenError.of(0.1, 3.0, 0.5, by)
     odds = -1.0 - 1.5 * math.log(0.5) + 0.5 * math.log(0.1)
-    assert (one.kl, one.kl_bar) == pytest.approx((0.06, 0.15))
+    size = 0.1**2.5 * 3.0**0.75
+    assert (one.kl, one.kl_bar) == pytest.approx((2 * size, 5 * size))
+    assert TokenError.of(0.1, -1e-9, 0.5, by).kl == 0.0, "an entropy of 0, rounded"
     assert one.flip == pytest.approx(1 / (1 + math.exp(-odds)))
     assert TokenError.of(0.0, 3.0, 0.0, by) == TokenError(0.0, 0.0, 0.0, 0.0, 3.0, 0.0)
     assert TokenError.of(0.1, 3.0, 0.0, by).flip > 0.99
