@@ -43,7 +43,7 @@ from hybrid_kv.models.attach import Attachment
 from hybrid_kv.models.forwards import passing
 from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.types import Evidence, PartialAttention
-from hybrid_kv.watch.token_errors import HalvedStep, halves_of, spread_of
+from hybrid_kv.watch.token_errors import HalvedStep, halves_of, spreads_of
 
 MODEL = "smollm2"
 COLUMNS = ("text", "kind", "tokens", "budget", "kl", "flip", "half", "entropy", "margin")
@@ -109,7 +109,7 @@ def rows_of(
         block = forward(runtime, cache, [last, *best][first:end])
         for logits, true, half in zip(block, full[first:end], halves.take(), strict=True):
             logs, exact = logits.log_softmax(-1), true.log_softmax(-1)
-            entropy, margin = spread_of(logits).tolist()
+            entropy, margin = spreads_of(logits).tolist()
             yield {
                 "kl": f"{float((exact.exp() * (exact - logs)).sum().clamp_min(0)):.4g}",
                 "flip": int(int(logits.argmax()) != int(true.argmax())),

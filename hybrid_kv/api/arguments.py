@@ -43,6 +43,7 @@ class GenerateOptions(TypedDict, total=False):
     on_prefill: Callable[[int, int], None] | None
     cancel: Event | None
     exact: bool | int
+    max_error: float | None
     token_errors: bool
 
     generation_config: GenerationConfig | None
@@ -193,6 +194,22 @@ def most_drafts(exact: object) -> int | None:
             f"exact must be True, False or how many tokens to draft at most, got {said(exact)}; "
             "write True"
         ) from None
+
+
+def largest_error(value: object) -> float | None:
+    """The argument `max_error`: expected KL of a token, nats; None for no limit.
+
+    Raises:
+        ConfigError: it is no number above 0.
+    """
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        raise ConfigError(
+            f"max_error must be the largest expected KL of a token, a number above 0 such as 0.01, "
+            f"got {said(value)}; exact=True verifies every token"
+        )
+    return float(value)
 
 
 def truth(name: str, value: object) -> bool:

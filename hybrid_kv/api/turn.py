@@ -18,6 +18,7 @@ from hybrid_kv.api.arguments import (
     check_temperature,
     check_watchers,
     generate_options,
+    largest_error,
     most_drafts,
     random_seed,
     stop_strings,
@@ -49,7 +50,7 @@ from hybrid_kv.types import Work
 from hybrid_kv.watch.phases import INDEX_BUILD, PHASES
 
 if TYPE_CHECKING:
-    from hybrid_kv.api.token_errors import TokenErrorWatch
+    from hybrid_kv.api.token_errors import TokenErrorLimit, TokenErrorWatch
 
 
 class Model(Protocol):
@@ -109,7 +110,11 @@ class Turn:
         self._cancels = [] if cancel is None else [cancel]
         self._criteria = list(own.pop("stopping_criteria", None) or ())
         self._errors: TokenErrorWatch | None = None
-        if truth("token_errors", own.pop("token_errors", False)):
+        self._limit: TokenErrorLimit | None = None
+        most, says = largest_error(own.pop("max_error", None)), own.pop("token_errors", False)
+        if most is not None:  # says the errors in any case
+            self._limit = self._error_limit(most)
+        if truth("token_errors", says) and most is None:
             from hybrid_kv.api.token_errors import TokenErrorWatch
 
             self._errors = TokenErrorWatch(llm.model, cache.kv, own)
@@ -121,11 +126,22 @@ class Turn:
         if self._stop and self._llm.tokenizer is None:
             raise ConfigError("stop strings need a tokenizer, and the model has none")
         check_room(self._llm, self.cache, self._ids.shape[1] + self._max_new)
-        if self.is_exact:
+        if self.is_verified:
             self._check_exact()
 
+    def _error_limit(self, most: float) -> TokenErrorLimit:
+        from hybrid_kv.api.token_errors import TokenErrorLimit
+
+        if self.is_exact:
+            raise ConfigError(
+                "max_error must go with tokens that may come out unverified, got exact=True, which "
+                "verifies all; leave one of them out"
+            )
+        return TokenErrorLimit(self._llm.model, self.cache.kv, most)
+
     def _check_exact(self) -> None:
-        check_exact(self.cache)
+        asked = ("exact=True", "exact") if self._limit is None else ("max_error", "max_error")
+        check_exact(self.cache, *asked)
         if self._errors is not None:
             raise ConfigError(
                 "token_errors must go with steps that leave entries unread, got exact=True, whose "
@@ -134,7 +150,7 @@ class Turn:
         for name in ("assistant_model", "num_beams"):
             if self._options.get(name) not in (None, 1):
                 raise ConfigError(
-                    f"exact=True works with greedy decoding and plain sampling, got {name}; leave "
+                    f"{asked[0]} works with greedy decoding and plain sampling, got {name}; leave "
                     "one of them out"
                 )
 
@@ -198,8 +214,8 @@ class Turn:
 
     def _generate(self, clock: TokenClock) -> Tensor:
         model: Any = self._llm.model
-        if self.is_exact:
-            self._exact = ExactDecoding(self.cache, self._most_drafts, clock)
+        if self.is_verified:
+            self._exact = ExactDecoding(self.cache, self._most_drafts, clock, self._limit)
         output: Tensor = model.generate(
             self._ids,
             attention_mask=torch.ones_like(self._ids),
@@ -227,6 +243,11 @@ class Turn:
     def is_exact(self) -> bool:
         """Whether every token is to be full attention's."""
         return self._most_drafts != 0
+
+    @property
+    def is_verified(self) -> bool:
+        """Whether tokens are drafted, and all of them or some verified by full attention."""
+        return self.is_exact or self._limit is not None
 
     @property
     def takes_fork(self) -> bool:
@@ -310,7 +331,7 @@ class Turn:
             prefill=self.cache.kv.prefill_loss(),
             exact=None if self._exact is None else self._exact.work,
             chat_template=NO_TEMPLATE if self._template is None else self._template.name,
-            token_errors=None if self._errors is None else self._errors.errors(),
+            token_errors=None if (told := self._limit or self._errors) is None else told.errors(),
         )
 
     def stream(self) -> TextStream:

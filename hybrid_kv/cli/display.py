@@ -84,11 +84,13 @@ def stats_line(generation: Generation, *, interrupted: bool) -> str:
 
 def _exact_words(work: ExactWork) -> str:
     """Words on the work of exact decoding; few where nothing was drafted."""
+    ties = f" ({work.ties:,} ties)" if work.ties else ""
+    passes = f"{work.passes:,} pass{'es' * (work.passes != 1)}{ties}"
+    if work.trusted:
+        return f"{work.trusted:,} tokens below the largest error, {work.accepted:,} in {passes}"
     if not work.passes:
         return "exact: every step read everything"
-    words = f"exact: {work.drafted:,} tokens drafted, {work.accepted:,} accepted in "
-    ties = f" ({work.ties:,} ties)" if work.ties else ""
-    return f"{words}{work.passes:,} passes{ties}"
+    return f"exact: {work.drafted:,} tokens drafted, {work.accepted:,} accepted in {passes}"
 
 
 def note(text: str, output: OutputOptions) -> None:

@@ -321,6 +321,15 @@ class SamplingOptions:
             rich_help_panel=_SAMPLING,
         ),
     ] = False
+    max_error: Annotated[
+        float | None,
+        typer.Option(
+            "--max-error",
+            metavar="KL",
+            help="Verify by full attention where the expected KL from it is larger, in nats.",
+            rich_help_panel=_SAMPLING,
+        ),
+    ] = None
 
     def as_options(self) -> dict[str, Any]:
         """Keyword arguments of `LLM.generate`."""
@@ -329,6 +338,7 @@ class SamplingOptions:
             "seed": self.seed,
             "stop": self.stop or [],
             "exact": self.exact,
+            "max_error": self.max_error,
         }
         given = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
         given = {name: value for name, value in given.items() if value is not None}

@@ -25,6 +25,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from hybrid_kv.errors import ConfigError
 from hybrid_kv.models.exact_steps import (
+    ErrorLimit,
     ExactSteps,
     ExactWork,
     check_exact,
@@ -48,9 +49,11 @@ class ExactDecoding:
     work: what it took so far.
 
     Args:
-        cache: of one row; tokens of earlier steps that left entries unread are computed again.
+        cache: of one row.
         most_drafts: of one verification; None for the default of the cache's device.
-        streamer: takes the tokens as they are verified.
+        streamer: takes the tokens as they come out.
+        limit: of errors, below which drafts come out unverified; None verifies all, and computes
+            tokens of earlier steps that left entries unread again.
 
     Raises:
         ConfigError: the method loses entries, or the prompt's attention is sparse.
@@ -61,9 +64,10 @@ class ExactDecoding:
         cache: TieredCache,
         most_drafts: int | None = None,
         streamer: BaseStreamer | None = None,
+        limit: ErrorLimit | None = None,
     ) -> None:
         check_exact(cache)
-        self._cache, self._streamer = cache, streamer
+        self._cache, self._streamer, self._limit = cache, streamer, limit
         self._most_drafts = most_drafts
         self.work = ExactWork()
 
@@ -85,7 +89,7 @@ class ExactDecoding:
         Raises:
             ConfigError: it is several sequences, or padded, or the settings ask for another loop.
         """
-        check_generation(generation_config)
+        check_generation(generation_config, "exact=True" if self._limit is None else "max_error")
         # Not by name, or transformers would take it away from its own preparation.
         mask: Tensor | None = inputs.get("attention_mask")
         padded = mask is not None and not bool(mask.all())
@@ -96,16 +100,17 @@ class ExactDecoding:
                 "each by itself"
             )
         cache, most = self._cache, self._most_drafts or most_drafts_on(input_ids.device)
-        steps = ExactSteps(model, cache, most, self.work)
+        steps = ExactSteps(model, cache, most, self.work, self._limit)
         run = _Answer(steps, logits_processor, stopping_criteria, generation_config, self._streamer)
-        drop_inexact(cache, input_ids.shape[1])
+        if self._limit is None:
+            drop_inexact(cache, input_ids.shape[1])
         with past_recorded(cache):
-            return run.decode(input_ids, cache.get_seq_length())
+            return run.decode(input_ids, cache.get_seq_length(), self._limit)
 
 
-def check_generation(config: GenerationConfig) -> None:
+def check_generation(config: GenerationConfig, asked: str = "exact=True") -> None:
     """Raises ConfigError where transformers' settings ask for another loop, or for passes of the
-    model that this one does not make.
+    model that this one does not make. asked: what the user wrote.
     """
     plain = GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE
     others = [name for name in _OTHER_LOOPS if getattr(config, name, None) not in (None, False)]
@@ -113,7 +118,7 @@ def check_generation(config: GenerationConfig) -> None:
         others = [config.get_generation_mode().value]
     if others:
         raise ConfigError(
-            f"exact=True works with greedy decoding and plain sampling, got {', '.join(others)}; "
+            f"{asked} works with greedy decoding and plain sampling, got {', '.join(others)}; "
             "leave one of them out"
         )
 
@@ -134,10 +139,13 @@ class _Answer:
         ends = [one.eos_token_id for one in stopping if hasattr(one, "eos_token_id")]
         self._ends = {int(token) for some in ends for token in some}
 
-    def decode(self, ids: Tensor, held: int) -> Tensor:
+    def decode(self, ids: Tensor, held: int, limit: ErrorLimit | None) -> Tensor:
         """Continues ids [1, tokens], of which the cache holds the first `held`, to its end."""
         self._ids, self._lookup = ids, PromptLookup(ids[0].tolist())
-        _, has_ended = self.take(self._steps.dense(ids[:, held:], 1)[0])
+        logits = self._steps.dense(ids[:, held:], 1)
+        _, has_ended = self.take(logits[0])
+        if limit is not None:
+            limit.came_out(0, logits)
         while not has_ended:
             room = self._config.max_length - self._ids.shape[1]
             has_ended = self._steps.advance(int(self._ids[0, -1]), room, self)

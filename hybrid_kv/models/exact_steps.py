@@ -4,6 +4,9 @@
     -> logits by position -> tokens, as long as they are the drafts, and one more -> crop the others
 
 Every token that comes out is chosen from logits of full attention over entries of full attention.
+With a limit to errors (`max_error`) drafts before the first whose estimated error is larger come
+out as they are, and the pass begins at that one.
+
 In float32 greedy tokens are those of `full`. In 16 bits a pass of several tokens rounds otherwise
 than steps of one: the token is the pass's own, and `ExactWork.ties` counts where that can matter.
 
@@ -14,7 +17,7 @@ Source: Leviathan et al. 2023 (speculative decoding); drafts by a sparse cache: 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any, Protocol
@@ -47,7 +50,8 @@ class ExactWork:
 
     passes: dense passes behind the prompt. drafted: tokens that the method drafted for them;
     accepted: of these, those that came out. steps: of the method. unverified: tokens of steps that
-    read every entry, so that no pass was needed. ties: tokens of models that round to 16 bits whose
+    read every entry, so that no pass was needed. trusted: tokens that no pass has verified, as
+    their estimated error was within the limit. ties: tokens of models that round to 16 bits whose
     two best logits differ by no more than that, where full attention in single steps may choose the
     other.
     """
@@ -57,6 +61,7 @@ class ExactWork:
     accepted: int = 0
     steps: int = 0
     unverified: int = 0
+    trusted: int = 0
     ties: int = 0
 
 
@@ -82,6 +87,24 @@ class AnswerTokens(Protocol):
         ...
 
 
+class ErrorLimit(Protocol):
+    """Decides which drafts may come out without verification."""
+
+    def drafting(self) -> AbstractContextManager[None]:
+        """A block of steps whose errors are looked at."""
+        ...
+
+    def allows(self, logits: Tensor) -> list[bool]:
+        """Whether the first tokens of the last step, drafted from logits [n, V], may come out."""
+        ...
+
+    def came_out(self, trusted: int, logits: Tensor) -> None:
+        """Tokens chosen from logits [n, V] came out: the first drafts, as they were, and others
+        from full attention.
+        """
+        ...
+
+
 class ExactSteps:
     """Drafts of a cache's method and the dense passes that verify them, one after the other.
 
@@ -90,11 +113,18 @@ class ExactSteps:
         cache: of one row; it holds all tokens but the newest.
         most_drafts: of one verification.
         work: counts.
+        limit: of errors, below which drafts come out unverified; None verifies all.
     """
 
     def __init__(
-        self, model: PreTrainedModel, cache: TieredCache, most_drafts: int, work: ExactWork
+        self,
+        model: PreTrainedModel,
+        cache: TieredCache,
+        most_drafts: int,
+        work: ExactWork,
+        limit: ErrorLimit | None = None,
     ) -> None:
+        self._limit = limit
         self._model, self._cache, self._work = model, cache, work
         self._most_drafts = self._num_drafts = most_drafts
         self._takes_rows = "logits_to_keep" in signature(model.forward).parameters
@@ -122,10 +152,11 @@ class ExactSteps:
         begin, taken, accepted = self._cache.get_seq_length(), 0, 0
         with self._cache.kv.layers.speculating():
             try:
-                drafts, logits = self._verified(newest, room, answer)
+                drafts, trusted, logits = self._verified(newest, room, answer)
                 for place, row in enumerate(logits):
                     token, has_ended = answer.take(row)
-                    taken, self._work.ties = place + 1, self._work.ties + self._is_tie(row)
+                    taken = place + 1
+                    self._work.ties += place >= trusted and self._is_tie(row)
                     is_right = place < len(drafts) and token == drafts[place]
                     accepted += is_right
                     if has_ended or not is_right:
@@ -133,20 +164,30 @@ class ExactSteps:
             finally:
                 if not self._cache.state.is_unfinished:
                     self._keep(begin + taken)
+        if self._limit is not None:
+            self._limit.came_out(trusted, logits[:taken])
         if len(logits) > len(drafts):
-            self._count(len(drafts), accepted)
-        else:
+            self._work.trusted += min(trusted, taken)
+            self._count(len(drafts) - trusted, accepted - min(trusted, accepted))
+        elif trusted == 0:
             self._work.unverified += taken
             self._num_drafts = 1
+        else:
+            self._work.trusted += taken
+            self._num_drafts = min(self._most_drafts, 2 * self._num_drafts)
         return has_ended
 
-    def _verified(self, newest: int, room: int, answer: AnswerTokens) -> tuple[list[int], Tensor]:
-        """Drafts, and full attention's logits [n, V] of their places and, if that took a pass, of
-        the place behind them.
+    def _verified(
+        self, newest: int, room: int, answer: AnswerTokens
+    ) -> tuple[list[int], int, Tensor]:
+        """Drafts, how many of the first are trusted, and logits [n, V] of their places: for those
+        the method's own, then full attention's, of the place behind them too if that took a pass.
         """
         begin, drafts, rows = self._cache.get_seq_length(), list[int](), list[Tensor]()
         wanted, ends = min(self._num_drafts, max(1, room - 1)), False
-        with answer.drafting():
+        near = list[bool]()
+        limit = self._limit
+        with answer.drafting(), nullcontext() if limit is None else limit.drafting():
             while len(drafts) < wanted and not ends:
                 last = drafts[-1] if drafts else newest
                 guessed = answer.guess(drafts, min(self._most_guessed, wanted - len(drafts) - 1))
@@ -158,13 +199,20 @@ class ExactSteps:
                     if ends or place == len(guessed) or token != guessed[place]:
                         break
                 self._work.steps += 1
+                if limit is not None:
+                    near += limit.allows(torch.stack(rows[len(near) :]))
                 if guessed:  # some of it wrongly; a crop of nothing makes windows small
                     self._keep(begin + len(drafts))
         if self._cache.exact_tokens == self._cache.get_seq_length():
-            return drafts, torch.stack(rows)  # each step has read every entry
+            return drafts, 0, torch.stack(rows)  # each step has read every entry
+        trusted = [*near, False].index(False)
+        if trusted == len(drafts):
+            return drafts, trusted, torch.stack(rows)
         drafts = drafts[: room - 1]  # the pass gives one token more
-        self._keep(begin)
-        return drafts, self.dense(self._ids([newest, *drafts]), len(drafts) + 1)
+        self._keep(begin + trusted)
+        unverified = [newest, *drafts][trusted:]
+        verified = self.dense(self._ids(unverified), len(unverified))
+        return drafts, trusted, torch.cat([torch.stack(rows)[:trusted], verified])
 
     def _count(self, drafted: int, accepted: int) -> None:
         """Counts a pass, and chooses how many tokens to draft next: twice as many where all were
@@ -226,24 +274,28 @@ def most_drafts_on(device: torch.device) -> int:
     return MOST_DRAFTS_CPU if device.type == "cpu" else MOST_DRAFTS_GPU
 
 
-def check_exact(cache: TieredCache) -> None:
-    """Raises ConfigError where tokens of a cache cannot be full attention's."""
+def check_exact(cache: TieredCache, asked: str = "exact=True", leave: str = "exact") -> None:
+    """Raises ConfigError where tokens of a cache cannot be full attention's.
+
+    Args:
+        asked: what the user wrote; leave: the argument to leave out.
+    """
     kv, name = cache.kv, cache.kv.config.method
     method = kv.means.method
     if any(_loses(method.of_layer(idx), idx) for idx in kv.layers):
         raise ConfigError(
-            f"exact=True must have a method that keeps every entry as it is, got '{name}', which "
-            "drops or rounds some; take method='hybrid', or leave exact out"
+            f"{asked} must have a method that keeps every entry as it is, got '{name}', which "
+            f"drops or rounds some; take method='hybrid', or leave {leave} out"
         )
     if kv.means.prefill_error is not None:
         raise ConfigError(
-            "exact=True must have prefill='exact', got sparse prefill, which leaves some of the "
-            "prompt unread; load the model with prefill='exact', or leave exact out"
+            f"{asked} must have prefill='exact', got sparse prefill, which leaves some of the "
+            f"prompt unread; load the model with prefill='exact', or leave {leave} out"
         )
     if (stuck := next(stuck_layers(cache.layers), None)) is not None:
         raise ConfigError(
-            f"exact=True must have a model from whose cache tokens can be taken back, got linear "
-            f"attention in layer {stuck}; leave exact out"
+            f"{asked} must have a model from whose cache tokens can be taken back, got linear "
+            f"attention in layer {stuck}; leave {leave} out"
         )
 
 

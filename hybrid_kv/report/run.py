@@ -229,6 +229,7 @@ class ExactReport(Group):
     accepted: int
     steps: int
     unverified: int
+    trusted: int = 0
     ties: int
 
     @classmethod

@@ -87,11 +87,14 @@ class TokenError:
         return cls(by.kl * size, by.kl_bar * size, 1 / (1 + exp(-odds)), half, entropy, margin)
 
 
-def spread_of(logits: Tensor) -> Tensor:
-    """Entropy in nats, and margin of the two largest, of logits [V]; [2] float32 where they lie."""
+def spreads_of(logits: Tensor) -> Tensor:
+    """Entropy in nats, and margin of the two largest, of logits [..., V]; [..., 2] float32 where
+    they lie.
+    """
     logs = logits.float().log_softmax(-1)
     best = logs.topk(2).values
-    return torch.stack([torch.special.entr(logs.exp()).sum(), best[0] - best[1]])
+    entropy = torch.special.entr(logs.exp()).sum(-1)
+    return torch.stack([entropy, best[..., 0] - best[..., 1]], -1)
 
 
 # Which steps can tell ----------------------------------------------------------------------------
@@ -254,9 +257,14 @@ def _heads(ids: Tensor) -> Tensor:
 
 
 class HalfWatcher:
-    """Collects `half` over the layers of a forward, as a `StepWatcher` of a cache of one row."""
+    """Collects `half` over the layers of a forward, as a `StepWatcher` of a cache of one row.
 
-    def __init__(self) -> None:
+    Args:
+        every_token: of the forward, not of its last one alone.
+    """
+
+    def __init__(self, *, every_token: bool = False) -> None:
+        self._every_token = every_token
         self._halves: list[Tensor] = []
 
     def wants(self, layer_idx: int, q: Tensor) -> bool:
@@ -265,9 +273,12 @@ class HalfWatcher:
 
     def add(self, step: HalvedStep, part: PartialAttention) -> None:
         """Takes the step of a layer."""
-        self._halves.append(half_of(step, part))
+        if self._every_token:
+            self._halves.append(halves_of(step, part).flatten(0, 1))
+        else:
+            self._halves.append(half_of(step, part).reshape(-1, 1))
 
-    def take(self) -> float:
-        """Mean over heads and layers since the last call; 0 where everything was read."""
+    def take(self) -> list[float]:
+        """Mean over heads and layers since the last call, by token; empty where none was cold."""
         halves, self._halves = self._halves, []
-        return float(torch.cat([one.flatten() for one in halves]).mean()) if halves else 0.0
+        return torch.cat(halves).mean(0).tolist() if halves else []

@@ -23,7 +23,7 @@ from hybrid_kv.watch.token_errors import (
     TokenError,
     half_of,
     halves_of,
-    spread_of,
+    spreads_of,
     why_unknown,
 )
 from tests.kit import held
@@ -319,19 +319,19 @@ def test_the_estimate_of_an_index_is_asked_again() -> None:
 def test_a_forward_is_the_mean_of_its_layers() -> None:
     watcher, scene = HalfWatcher(), Scene(method="flat", cold={"top_k": 4}).begin()
     scene.kv.watchers.append(watcher)
-    assert watcher.take() == 0.0
+    assert watcher.take() == [0.0]
     scene.feed(1).feed(1)
-    assert watcher.take() == pytest.approx(float(torch.stack(scene.seen.halves).mean()))
-    assert watcher.take() == 0.0
+    assert watcher.take() == pytest.approx([float(torch.stack(scene.seen.halves).mean())])
+    assert watcher.take() == []
 
 
 def test_entropy_and_margin_are_those_of_the_raw_logits() -> None:
     logits = torch.tensor([2.0, -1.0, 1.25, 0.0])
     p = logits.softmax(0)
     expected = [-float((p * p.log()).sum()), 0.75]
-    assert spread_of(logits).tolist() == pytest.approx(expected)
-    assert spread_of(torch.tensor([0.0, -torch.inf, 3.0])).isfinite().all()
-    assert spread_of(logits.bfloat16()).dtype == torch.float32
+    assert spreads_of(logits).tolist() == pytest.approx(expected)
+    assert spreads_of(torch.tensor([0.0, -torch.inf, 3.0])).isfinite().all()
+    assert spreads_of(logits.bfloat16()).dtype == torch.float32
 
 
 def test_a_token_s_error_follows_its_signals() -> None:
