@@ -52,11 +52,11 @@ class Generation:
     was none ("code", "reason").
     prefill: what block-sparse prefill read and lost of the prompt that the cache began with; None
     where prefill is exact, the prompt was shorter than two key blocks or came from a file.
-    exact: what `exact=True` took; None without it.
+    exact: what `exact=True` or `max_error` took; None without them.
     chat_template: the first digits of the SHA-256 of the template that rendered the prompt, "none"
     for raw text. reused_tokens: of the prompt, taken from `cache_dir` and not computed.
     token_errors: of each of `token_ids` how far its distribution may be from full attention's; None
-    where it was not asked for.
+    where neither it nor `max_error` was asked for.
     """
 
     text: str

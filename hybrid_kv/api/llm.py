@@ -81,7 +81,9 @@ class LLM:
                 off), `seed`, `on_prefill` (called with (done, total) while the prompt is computed),
                 `cancel` (a threading.Event that ends the call early), `exact` (True: the tokens of
                 full attention, which the method drafts; a number: at most so many at once; refused
-                for methods that lose entries), `token_errors` (True: the Generation says of each
+                for methods that lose entries), `max_error` (the largest expected KL, in nats, of
+                a token that the method may choose alone: others are verified as with `exact`),
+                `token_errors` (True: the Generation says of each
                 token how far it may be from full attention's; refused for methods whose steps
                 cannot tell), and everything transformers' GenerationConfig knows (`do_sample`,
                 `temperature`, `top_p`, `num_beams`, ...), by keyword or as `generation_config`. One

@@ -109,28 +109,6 @@ def test_a_pass_begins_at_the_first_token_that_is_too_far(
     assert 0 < got.exact.passes <= len(wrong)
 
 
-def test_a_verified_token_is_chosen_by_every_entry_that_is_there(
-    llm: Any, plain: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With everything verified but the first 8 tokens, the rest is what exact decoding says behind
-    a cache that has those entries.
-    """
-    calls = 0
-
-    def allows(limit: TokenErrorLimit, logits: Tensor) -> list[bool]:
-        nonlocal calls
-        limit._halves.take()
-        calls += len(logits)
-        return [calls <= 8] * len(logits)
-
-    monkeypatch.setattr(TokenErrorLimit, "allows", allows)
-    monkeypatch.setattr(TokenErrorLimit, "came_out", lambda *_: None)
-    talk = llm.conversation()
-    got = talk.send("sea sky sun ice oak elm bee fox owl sea oak sky sea", max_error=1.0)
-    assert got.exact.passes > 0
-    cache_of(talk).check_integrity()
-
-
 @pytest.mark.parametrize("architecture", ["gemma3", "gpt_oss", "qwen3"])
 def test_other_architectures(architecture: str) -> None:
     with hkv.load(build(architecture), config={**CONFIG, "dense_extend_tokens": 1}) as llm:
@@ -138,8 +116,8 @@ def test_other_architectures(architecture: str) -> None:
         got = llm.generate(IDS, max_new_tokens=12, max_error=NEVER)
         assert got.token_ids == want.token_ids
         loose = llm.generate(IDS, max_new_tokens=12, max_error=ALWAYS)
-        assert loose.exact.passes == 0
-        assert loose.token_ids == llm.generate(IDS, max_new_tokens=12).token_ids
+        assert (loose.exact.passes, loose.exact.trusted) == (0, 11)
+        assert sum(one.half > 0 for one in loose.token_errors) == 11
 
 
 def test_later_turns_contexts_and_streams(llm: Any) -> None:
