@@ -110,7 +110,6 @@ class TokenErrorLimit:
             yield
         finally:
             self._kv.watchers.remove(self._halves)
-            self._halves.take()  # of a step that failed
 
     def allows(self, logits: Tensor) -> list[bool]:
         if not self._is_known:

@@ -76,15 +76,24 @@ def test_no_token_that_comes_out_has_a_larger_error(llm: Any, most: float) -> No
         assert got.exact.trusted > 0
 
 
+@pytest.fixture
+def one_layer() -> Iterator[Any]:
+    """A model whose keys and values are those of full attention whatever was attended before."""
+    shallow = model()
+    shallow.model.layers, shallow.config.num_hidden_layers = shallow.model.layers[:1], 1
+    with hkv.load(shallow, config=CONFIG, tokenizer=tokenizer()) as loaded:
+        yield loaded
+
+
 @pytest.mark.parametrize("wrong", [{1}, {5}, {2, 9}, {3, 4, 30}])
 def test_a_pass_begins_at_the_first_token_that_is_too_far(
-    llm: Any, wrong: set[int], monkeypatch: pytest.MonkeyPatch
+    one_layer: Any, wrong: set[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tokens before it stay the method's, and it is full attention's own."""
-    place = 0
+    """Tokens before it stay the method's; it and those behind it are full attention's own."""
+    place, drafted = 0, list[Tensor]()
+    own, verified = dict[int, Tensor](), dict[int, Tensor]()
 
     def allows(limit: TokenErrorLimit, logits: Tensor) -> list[bool]:
-        limit._halves.take()
         begin = place + len(drafted)
         drafted.extend(logits)
         return [begin + number not in wrong for number in range(len(logits))]
@@ -92,21 +101,25 @@ def test_a_pass_begins_at_the_first_token_that_is_too_far(
     def came_out(limit: TokenErrorLimit, trusted: int, logits: Tensor) -> None:
         nonlocal place
         for number, row in enumerate(logits):
-            is_own = number < trusted
-            seen.append((place + number, is_own, is_own and torch.equal(row, drafted[number])))
+            if number < trusted:
+                assert torch.equal(row, drafted[number])
+            (own if number < trusted else verified)[place + number] = row
         place += len(logits)
         drafted.clear()
 
-    drafted: list[Tensor] = []
-    seen: list[tuple[int, bool, bool]] = []
     monkeypatch.setattr(TokenErrorLimit, "allows", allows)
     monkeypatch.setattr(TokenErrorLimit, "came_out", came_out)
-    got = llm.generate(IDS, max_new_tokens=40, max_error=1.0)
-    assert [number for number, _, _ in seen] == list(range(40))
-    assert all(not is_own for number, is_own, _ in seen if number in wrong)
-    assert all(same for _, is_own, same in seen if is_own)
-    assert got.exact.trusted == sum(is_own for _, is_own, _ in seen)
+    got = one_layer.generate(IDS, max_new_tokens=40, max_error=1.0)
+    assert {*own, *verified} == set(range(40))
+    assert wrong <= {*verified}
+    assert len(own) == got.exact.trusted
     assert 0 < got.exact.passes <= len(wrong)
+    assert got.exact.accepted <= got.exact.drafted
+    with torch.inference_mode():
+        exact = one_layer.model(torch.tensor([[*IDS, *got.token_ids]])).logits[0, len(IDS) - 1 :]
+    for number, row in verified.items():
+        torch.testing.assert_close(row, exact[number], rtol=0, atol=1e-4)
+    assert any((row - exact[number]).abs().max() > 1e-2 for number, row in own.items())
 
 
 @pytest.mark.parametrize("architecture", ["gemma3", "gpt_oss", "qwen3"])
