@@ -27,9 +27,11 @@ from hybrid_kv.cli.options import (
 )
 
 if TYPE_CHECKING:
+    from hybrid_kv.config import HybridConfig
     from hybrid_kv.serve import Limits
     from hybrid_kv.serve.http.app import Rules
-    from hybrid_kv.serve.http.service import Ending
+    from hybrid_kv.serve.http.service import AnyEngine, Ending
+    from hybrid_kv.serve.http.tokenizer import ServedModel
 
 _ADDRESS, _LIMITS = "Address", "Limits"
 _KEY = "HYBRID_KV_API_KEY"
@@ -233,34 +235,36 @@ def serve(
     limits: LimitOptions,
     options: ModelOptions,
     cut: LayersOption,
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADDRESS",
+            help="Answer by a replica on each node of a Ray cluster: HOST:PORT of its head, or "
+            "auto. Limits are those of each replica.",
+            rich_help_panel=_ADDRESS,
+        ),
+    ] = None,
     output: TalkOptions,
 ) -> None:
     """Serve a model to the interfaces people use: OpenAI's over HTTP, and a page for documents."""
-    from hybrid_kv.cli.model_run import opened
     from hybrid_kv.cli.prompt_source import has_no_tokenizer
     from hybrid_kv.cli.settings import build_config
     from hybrid_kv.errors import ConfigError
 
     _check_extra()
-    config = build_config(options)
     asked, rules = limits.as_limits(), _rules(address, limits)
     if has_no_tokenizer(model):
         raise ConfigError(f"serving needs a tokenizer, and model '{model}' has none")
 
-    from hybrid_kv.saved.registry import ContextRegistry
-    from hybrid_kv.serve import Engine
     from hybrid_kv.serve.http.app import application
     from hybrid_kv.serve.http.server import Server, bound_socket
     from hybrid_kv.serve.http.service import Service
 
     told = output.as_output()
-    contexts = None if limits.cache_dir is None else ContextRegistry(limits.cache_dir)
     bound = bound_socket(address.host, address.port)  # before a long loading
-    with (
-        bound,
-        opened(model, options, config, told, cut.layers) as llm,
-        Engine(llm, asked, contexts) as engine,
-    ):
+    wanted = WantedEngine(model, build_config(options), asked, limits.cache_dir, options, cut)
+    engines = wanted.here(told) if ray is None else wanted.on_cluster(ray, told)
+    with bound, engines as (llm, engine):
         service = Service(llm, engine, address.name or _name_of(model))
         app = application(service, rules, address.cors_origins or ())
         host, port = bound.getsockname()[:2]
@@ -279,6 +283,63 @@ def serve(
             server.run([bound])
     if server.signal == signal.SIGINT:
         raise typer.Exit(INTERRUPTED)
+
+
+@dataclass(frozen=True, slots=True)
+class WantedEngine:
+    """A model to serve, with its settings and limits; it is loaded here or on a cluster."""
+
+    model: str
+    config: HybridConfig
+    limits: Limits
+    cache_dir: Path | None
+    options: ModelOptions
+    cut: LayersOption
+
+    @contextmanager
+    def here(self, output: OutputOptions) -> Iterator[tuple[ServedModel, AnyEngine]]:
+        """The model and its engine, in this process."""
+        from hybrid_kv.cli.model_run import opened
+        from hybrid_kv.saved.registry import ContextRegistry
+        from hybrid_kv.serve import Engine
+
+        contexts = None if self.cache_dir is None else ContextRegistry(self.cache_dir)
+        with (
+            opened(self.model, self.options, self.config, output, self.cut.layers) as llm,
+            Engine(llm, self.limits, contexts) as engine,
+        ):
+            yield llm, engine
+
+    @contextmanager
+    def on_cluster(
+        self, address: str, output: OutputOptions
+    ) -> Iterator[tuple[ServedModel, AnyEngine]]:
+        """The model without its weights, and an engine in front of its replicas."""
+        from hybrid_kv.cli.display import waiting
+        from hybrid_kv.ray.engine import ReplicaEngine
+        from hybrid_kv.ray.replica import ReplicaSpec
+
+        options = self.options
+        spec = ReplicaSpec(
+            model=self.model,
+            config=self.config,
+            options={
+                "device": options.device,
+                "dtype": options.dtype,
+                "layers": self.cut.layers,
+                "weights": options.weights,
+                "dequantize": bool(options.dequantize),
+                "exact_products": bool(options.exact_products),
+            },
+            limits=self.limits,
+            contexts=None if self.cache_dir is None else str(self.cache_dir),
+            folder=os.getcwd(),
+            plugins=tuple(options.plugins or ()),
+        )
+        with waiting(f"loading {self.model} on the nodes", output):
+            engine = ReplicaEngine(address, spec, lambda text: note(text, output))
+        with engine:
+            yield engine.model, engine
 
 
 class _Lines(logging.Handler):

@@ -1,1 +1,1 @@
-"""Work spread over a Ray cluster: the cells of an evaluation."""
+"""Work spread over a Ray cluster: the cells of an evaluation, the requests of a server."""

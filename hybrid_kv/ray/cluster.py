@@ -92,24 +92,27 @@ def alive_nodes() -> list[ClusterNode]:
     return [node for node in nodes if node.cpus >= 1]
 
 
-def agreed(found: Mapping[NodeWorker, NodeFacts], own: NodeFacts) -> NodeFacts:
-    """Facts that this machine and all nodes have alike.
+def agreed(
+    found: Mapping[NodeWorker, NodeFacts], known: NodeFacts, by: str = "this machine has"
+) -> NodeFacts:
+    """Facts that all nodes have alike.
 
     Args:
-        own: of this machine; of others the first node decides.
+        known: as they must be; of others the first node decides.
+        by: who has them.
 
     Raises:
         ConfigError: a node differs.
     """
-    facts, whose = dict(own), dict.fromkeys(own, "this machine")
+    facts, whose = dict(known), dict.fromkeys(known, by)
     for worker, its in found.items():
         for name, value in its.items():
             if name not in facts:
-                facts[name], whose[name] = value, f"node {worker.node.name}"
+                facts[name], whose[name] = value, f"node {worker.node.name} has"
             elif value != facts[name]:
                 raise ConfigError(
-                    f"node {worker.node.name} must have {name} {facts[name]}, as {whose[name]} "
-                    f"has, got {value}; what comes out would depend on the node"
+                    f"node {worker.node.name} must have {name} {facts[name]}, as {whose[name]}, "
+                    f"got {value}; what comes out would depend on the node"
                 )
     return facts
 
@@ -223,6 +226,12 @@ class NodeWorker:
                     f"{missing[1]}; pip install 'hybrid-kv[ray]' there"
                 ) from error
             raise NodeLostError(f"node {self.node.name} has left") from error
+
+    def is_ready(self, reference: Any) -> bool:
+        """Whether `result` has not to wait."""
+        import ray
+
+        return bool(ray.wait([reference], timeout=0)[0])
 
     def end(self) -> None:
         """Ends the worker at once; harmless when it has ended."""

@@ -153,6 +153,11 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
+def stored_settings(config: HybridConfig) -> dict[str, Any]:
+    """Settings that decide what a context holds, by dotted name."""
+    return {**_flat(config.flat()), "method": config.method, "page_size": config.page_size}
+
+
 def settings_of_file(tree: Mapping[str, Any]) -> dict[str, Any]:
     """A configuration as `HybridConfig.flat` wrote it once, in today's names.
 
@@ -195,9 +200,9 @@ BLOCK_TOKENS = 256
 """Prompts that share less than this are computed anew: that is quicker than opening a file."""
 
 
-def chain_of(ids: Tensor) -> list[bytes]:
-    """The hash of each whole block of ids [tokens], oldest first."""
-    raw, size = ids.to(torch.int64).cpu().contiguous().numpy(), BLOCK_TOKENS
+def chain_of(ids: Tensor, size: int = BLOCK_TOKENS) -> list[bytes]:
+    """The hash of each whole block of `size` ids [tokens], oldest first."""
+    raw = ids.to(torch.int64).cpu().contiguous().numpy()
     hashes, last = [], b""
     for start in range(0, len(raw) - size + 1, size):
         last = sha256(last + raw[start : start + size].tobytes()).digest()

@@ -17,7 +17,6 @@ from typing import Any, Protocol, Union, get_args, get_origin
 
 from pydantic import BaseModel
 
-from hybrid_kv.api import LLM
 from hybrid_kv.config import HybridConfig, PluginConfig, budget_tokens
 from hybrid_kv.errors import ConfigError
 from hybrid_kv.methods.budget import split_budget
@@ -32,7 +31,7 @@ from hybrid_kv.serve.http.schemas import (
     Extensions,
     Generating,
 )
-from hybrid_kv.serve.http.tokenizer import Texts
+from hybrid_kv.serve.http.tokenizer import ServedModel, Texts
 from hybrid_kv.serve.http.tools import CallForm, in_plain_words
 from hybrid_kv.serve.requests import (
     EngineStats,
@@ -91,7 +90,7 @@ class Service:
     context: the longest prompt and answer together, in tokens; None where the model has no limit.
     """
 
-    def __init__(self, llm: LLM, engine: AnyEngine, name: str) -> None:
+    def __init__(self, llm: ServedModel, engine: AnyEngine, name: str) -> None:
         self.engine, self.name, self.created = engine, name, int(time.time())
         self.config = llm.config
         self.context = max_context(llm.model.config.get_text_config(decoder=True))

@@ -13,12 +13,12 @@ from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hybrid_kv.api import LLM
 from hybrid_kv.api.tokens import ChatTemplate, token_ids
+from hybrid_kv.config import HybridConfig
 from hybrid_kv.errors import ConfigError
 from hybrid_kv.serve.grammars import Grammar, GrammarReader, GrammarText
 from hybrid_kv.serve.http.schemas import ApiError
@@ -27,6 +27,21 @@ T = TypeVar("T")
 
 _THREADS = 4
 """Threads that encode: one very long text, or three, hold up nobody else's."""
+
+
+class ServedModel(Protocol):
+    """A model as texts, prompts and limits see it; its weights may lie elsewhere."""
+
+    @property
+    def model(self) -> PreTrainedModel: ...
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase | None: ...
+
+    @property
+    def config(self) -> HybridConfig: ...
+
+    def require_tokenizer(self) -> PreTrainedTokenizerBase: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +64,7 @@ class Texts:
         most_tokens: of a prompt; None for any number.
     """
 
-    def __init__(self, llm: LLM, most_tokens: int | None = None) -> None:
+    def __init__(self, llm: ServedModel, most_tokens: int | None = None) -> None:
         self._model = llm.model
         self._pristine, self._decoder = deepcopy(llm.require_tokenizer()), deepcopy(llm.tokenizer)
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="hybrid-kv-encode")
@@ -200,7 +215,7 @@ def _with_offsets(
     return list(encoded["input_ids"]), list(encoded.get("offset_mapping", ()))
 
 
-def _end_ids(llm: LLM) -> tuple[int, ...]:
+def _end_ids(llm: ServedModel) -> tuple[int, ...]:
     """Tokens by which the model's own settings end an answer."""
     generation: Any = llm.model.generation_config
     ends = generation.eos_token_id
