@@ -4,8 +4,8 @@
 
 On stderr: the constants of `hybrid_kv/watch/token_errors.py`, learned on all texts; by budget how
 well signals order tokens by KL above 0.01 and by flips (AUC); and by leave-one-text-out how many
-tokens stay below the bar of 90%, how wide it is beside the true KL, and the worst text. Stdout is
-one JSON document.
+tokens stay below the bar of 90%, how wide it is beside the true KL, and the worst text; what a
+limit of 0.01 verifies, and what is left then. Stdout is one JSON document.
 """
 
 from __future__ import annotations
@@ -126,9 +126,30 @@ def left_out(rows: Rows) -> tuple[Floats, Floats, Floats]:
     return kl, bar, flip
 
 
+def limited(rows: Rows, expected: Floats, most: float, block: int = 8) -> tuple[Floats, Floats]:
+    """What `max_error` would verify of each token and budget, were each text one answer: of every
+    block all tokens from the first on whose expected KL is above `most`.
+
+    Returns:
+        Whether a token is verified, and whether a pass begins at it, [tokens] each.
+    """
+    verified, begins = np.zeros(len(rows.kl)), np.zeros(len(rows.kl))
+    for text in np.unique(rows.text):
+        for budget in np.unique(rows.budget):
+            (places,) = np.nonzero((rows.text == text) & (rows.budget == budget))
+            for begin in range(0, len(places), block):
+                some = places[begin : begin + block]
+                (above,) = np.nonzero(expected[some] > most)
+                if len(above):
+                    verified[some[above[0] :]] = 1
+                    begins[some[above[0]]] = 1
+    return verified, begins
+
+
 def by_budget(rows: Rows) -> dict[str, dict[str, float]]:
     """AUC of the signals, coverage and width of the bar, and calls of the risk, by budget."""
     expected, bar, flip = left_out(rows)
+    verified, passes = limited(rows, expected, LIMIT)
     found: dict[str, dict[str, float]] = {}
     for budget in [*dict.fromkeys(rows.budget.tolist()), "all"]:
         own = (rows.budget == budget) | (budget == "all")
@@ -151,6 +172,10 @@ def by_budget(rows: Rows) -> dict[str, dict[str, float]]:
             "width": float(np.median(bar[own] / np.maximum(some.kl, 1e-9))),
             "bar_above": float((bar[own] > LIMIT).mean()),
             "kl_left": float(np.where(bar[own] > LIMIT, 0, some.kl).mean()),
+            "verified": float(verified[own].mean()),
+            "passes": float(passes[own].mean()),
+            "kl_limited": float((some.kl * (1 - verified[own])).mean()),
+            "flips_limited": int((some.flip * (1 - verified[own])).sum()),
             "flip_auc_risk": auc(flip[own], some.flip > 0),
         }
         for name, signal in SIGNALS.items():
@@ -211,6 +236,7 @@ def main() -> None:
 
 SUMMED = (
     *("kl", "flips", "coverage", "worst_coverage", "width", "bar_above", "kl_left"),
+    *("verified", "passes", "kl_limited", "flips_limited"),
     *("kl_auc size", "kl_auc entropy", "kl_auc margin"),
     *("flip_auc_risk", "flip_auc margin"),
 )

@@ -51,6 +51,16 @@ def test_constants_are_found_again(rows: Rows) -> None:
     assert risk(rows, logistic(rows)).sum() == pytest.approx(rows.flip.sum(), rel=0.01)
 
 
+def test_a_limit_verifies_a_block_from_the_first_token_above_it(rows: Rows) -> None:
+    own = np.nonzero((rows.text == "b") & (rows.budget == "2%"))[0]
+    expected = np.zeros(len(rows.kl))
+    expected[own[[5, 6, 9]]] = 1.0
+    verified, passes = fit.limited(rows, expected, 0.5, block=4)
+    assert np.nonzero(verified)[0].tolist() == own[[5, 6, 7, 9, 10, 11]].tolist()
+    assert np.nonzero(passes)[0].tolist() == own[[5, 9]].tolist()
+    assert not fit.limited(rows, expected, 1.0)[0].any()
+
+
 def test_a_text_is_judged_by_the_others_alone(rows: Rows) -> None:
     kl, bar, flip = left_out(rows)
     own = rows.text == "b"
