@@ -152,7 +152,8 @@ MODULES = {
     "serve.scheduler": "counters rounds tally",
     "testing.driving": "checks exact",
 }
-"""Modules below `hybrid_kv`, each with the last parts of the names of those that it holds today.
+"""Modules below `hybrid_kv`, each with the last parts of the names of those that it holds today;
+dotted if they lay in another package.
 
 Of the packages for users and authors of plug-ins: what runtime, store, ops, transfer, report and
 cli are made of was never theirs to import.
@@ -171,6 +172,6 @@ def moved() -> dict[str, str]:
     for new, olds in MODULES.items():
         package = new.rpartition(".")[0]
         for old in olds.split():
-            whole = f"hybrid_kv.{package}.{old}"
+            whole = ".".join(filter(None, ("hybrid_kv", "" if "." in old else package, old)))
             modules[whole] = f"'{whole}' is part of hybrid_kv.{new} today; import from there"
     return plug_ins | modules
