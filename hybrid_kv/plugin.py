@@ -5,9 +5,8 @@ from hybrid_kv.plugin import METHODS, Method, Params, Placement, Read
 
 from __future__ import annotations
 
-from hybrid_kv.attended import Attended
 from hybrid_kv.config import Params
-from hybrid_kv.entries import Entries
+from hybrid_kv.entries import Attended, Entries
 from hybrid_kv.errors import MethodError
 from hybrid_kv.plugins import INDEXES, METHODS, Index, Method, Placement
 from hybrid_kv.ragged import Ragged

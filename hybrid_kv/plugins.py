@@ -30,8 +30,7 @@ from hybrid_kv.types import (
 )
 
 if TYPE_CHECKING:
-    from hybrid_kv.attended import Attended
-    from hybrid_kv.entries import Entries
+    from hybrid_kv.entries import Attended, Entries
 
 Select: TypeAlias = Literal["auto", "host", "device"]
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybrid_kv.attended import Attended
-from hybrid_kv.entries import Entries
+from hybrid_kv.entries import Attended, Entries
 from hybrid_kv.errors import MethodError
 from hybrid_kv.masses import causal_masses
 from hybrid_kv.types import HIDDEN, Evidence

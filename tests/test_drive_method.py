@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybrid_kv.attended import Attended
 from hybrid_kv.config import Params as BaseParams
-from hybrid_kv.entries import Entries
+from hybrid_kv.entries import Attended, Entries
 from hybrid_kv.plugins import Method, Placement
 from hybrid_kv.types import Demotion, Evidence, Read
 from tests.drive_method import drive

@@ -26,9 +26,9 @@ if __name__ == "__main__":  # a script: the project's root is not on the path
 import torch
 
 import hybrid_kv as hkv
+from hybrid_kv.cli.comparison import LAYER_DTYPE, LLAMA_3_8B, make_context
 from hybrid_kv.config import HybridConfig, parse_count
 from hybrid_kv.eval.filling import FilledKV
-from hybrid_kv.eval.one_layer import LAYER_DTYPE, LLAMA_3_8B, make_context
 from hybrid_kv.models.forwards import passing
 from hybrid_kv.report.compact import compact
 from hybrid_kv.runtime import KVCache

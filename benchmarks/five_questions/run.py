@@ -27,8 +27,8 @@ import torch
 import hybrid_kv as hkv
 from benchmarks.common.surroundings import surroundings
 from hybrid_kv.config import budget_tokens, parse_count
+from hybrid_kv.contest.shared import open_cache, prefill
 from hybrid_kv.eval.needle import is_correct, make_sample
-from hybrid_kv.eval.prefilled import open_cache, prefill
 from hybrid_kv.report.compact import compact
 
 Answers: TypeAlias = list[list[tuple[list[int], bool]]]

@@ -23,7 +23,7 @@ import hybrid_kv as hkv
 from benchmarks.common import accuracy
 from benchmarks.real_model.text import prose
 from hybrid_kv.config import HybridConfig
-from hybrid_kv.eval import prefilled
+from hybrid_kv.contest.shared import open_cache, prefill
 from hybrid_kv.report.compact import compact
 from hybrid_kv.types import Needs
 
@@ -92,7 +92,7 @@ def main() -> None:
     ids = prose(llm.tokenizer, options.tokens + options.then + 1, options.skip)
     context, text = ids[: options.tokens], ids[options.tokens :]
     runtime = llm.runtime
-    prompt = prefilled.prefill(runtime, context.numpy(), Needs())
+    prompt = prefill(runtime, context.numpy(), Needs())
     read, answers = text[:-1].numpy(), text[1:]
     full = accuracy.text_log_probs(runtime, HybridConfig(method="full"), prompt, read)
     nats = -float(full.gather(1, answers[:, None]).mean())
@@ -106,7 +106,7 @@ def main() -> None:
     for name, settings in policies(options.tokens, shares).items():
         if options.only not in name:
             continue
-        cache = prefilled.open_cache(runtime, HybridConfig(**settings), prompt)
+        cache = open_cache(runtime, HybridConfig(**settings), prompt)
         found = accuracy.read_text(runtime, cache, read)
         work = cache.work
         kl = (full.exp() * (full - found)).sum(-1)

@@ -25,8 +25,8 @@ from hybrid_kv.config import HybridConfig
 from hybrid_kv.counts import parse_count
 from hybrid_kv.planning import CARDS, Machine, Plan, Rates, make_plan, rates_of_card
 from hybrid_kv.planning.designs import DESKTOP_GBPS, Designs, Host
-from hybrid_kv.planning.first_token import prompt_rates_of_card
 from hybrid_kv.planning.plan import model_facts
+from hybrid_kv.planning.traffic import prompt_rates_of_card
 
 PAGE = Path(__file__).parents[2] / "docs" / "results.md"
 CARD, CORES, HOST_BYTES, WEIGHTS = "rtx-4090", 16, 256 * 2**30, "int4"

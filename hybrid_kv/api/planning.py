@@ -12,10 +12,10 @@ from hybrid_kv.errors import ConfigError, unknown_name
 from hybrid_kv.keywords import known_keywords_only
 from hybrid_kv.models.load import resolve_device
 from hybrid_kv.ops.host_memory import free_memory
-from hybrid_kv.planning.first_token import measure_prompt_rates, prompt_rates_of_card
 from hybrid_kv.planning.plan import Machine, ModelFacts, Plan, model_facts
 from hybrid_kv.planning.planner import make_plan
 from hybrid_kv.planning.rates import CARDS, Rates, measure_rates, rates_of_card
+from hybrid_kv.planning.traffic import measure_prompt_rates, prompt_rates_of_card
 
 
 @known_keywords_only

@@ -39,9 +39,8 @@ def chat(
     output: OutputOptions,
 ) -> None:
     """Talk to a model; /reset, /stats and /quit are commands, Ctrl-C ends an answer."""
-    from hybrid_kv.cli.files import check_target
+    from hybrid_kv.cli.files import check_target, has_no_tokenizer
     from hybrid_kv.cli.model_run import opened
-    from hybrid_kv.cli.prompt_source import has_no_tokenizer
     from hybrid_kv.cli.settings import build_config
     from hybrid_kv.errors import ConfigError
     from hybrid_kv.report.schema import ChatReport

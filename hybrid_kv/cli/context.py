@@ -81,9 +81,8 @@ def build(
     from hybrid_kv.api.generation import PrefillCancelled
     from hybrid_kv.cli.context_facts import print_facts
     from hybrid_kv.cli.display import prefill_bar
-    from hybrid_kv.cli.files import check_target, read_texts
+    from hybrid_kv.cli.files import PromptSource, check_target, read_texts
     from hybrid_kv.cli.model_run import cancel_on_ctrl_c, opened
-    from hybrid_kv.cli.prompt_source import PromptSource
     from hybrid_kv.cli.settings import build_config
     from hybrid_kv.saved.file_blocks import checked_compression
 

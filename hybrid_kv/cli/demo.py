@@ -72,7 +72,7 @@ def demo(
 def _decode_layer(
     num_tokens: int, output: OutputOptions, check: Callable[[], None]
 ) -> LayerReport | None:
-    from hybrid_kv.cli.demo_layer import decode_layer, print_layer
+    from hybrid_kv.cli.comparison import decode_layer, print_layer
     from hybrid_kv.cli.display import console
 
     decoded = decode_layer(num_tokens, output, check)

@@ -1,10 +1,11 @@
-"""Texts that a command reads, and reports that it writes."""
+"""Texts and prompts that a command reads, and reports that it writes."""
 
 from __future__ import annotations
 
 import logging
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,7 @@ from hybrid_kv.report.schema import to_json
 
 if TYPE_CHECKING:
     from hybrid_kv.api import LLM, Generation
+    from hybrid_kv.api.llm import Prompt
     from hybrid_kv.cli.model_run import Outcome
     from hybrid_kv.config import HybridConfig
 
@@ -137,7 +139,7 @@ def read_texts(files: Sequence[str]) -> str:
     return "\n\n".join(texts)
 
 
-def _read(file: str) -> str:
+def _read(file: str, name: str = "file") -> str:
     if file == "-":
         return sys.stdin.read()
     path = Path(file)
@@ -146,10 +148,10 @@ def _read(file: str) -> str:
             return _read_pdf(path)
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
-        raise ConfigError(f"file '{path}' must be UTF-8 text or PDF; convert it") from None
+        raise ConfigError(f"{name} '{path}' must be UTF-8 text or PDF; convert it") from None
     except OSError as error:
         raise ConfigError(
-            f"file '{path}' cannot be read: {error.strerror}; check the path"
+            f"{name} '{path}' cannot be read: {error.strerror}; check the path"
         ) from None
 
 
@@ -175,3 +177,68 @@ def _read_pdf(path: Path) -> str:
         ) from error
     finally:
         log.setLevel(level)
+
+
+def has_no_tokenizer(model: str) -> bool:
+    """Whether a MODEL is one of random weights."""
+    return model.startswith("random:")
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSource:
+    """Exactly one of text and a number of random tokens."""
+
+    text: str | None
+    random_tokens: int | None
+    seed: int
+
+    def check(self, model: str) -> None:
+        """Raises ConfigError for text where it is known, before anything is loaded, that no
+        tokenizer will read it.
+        """
+        if self.text is not None and has_no_tokenizer(model):
+            raise ConfigError(
+                f"a text prompt needs a tokenizer, and model '{model}' has none; give "
+                "--prompt-tokens N instead"
+            )
+
+    def for_model(self, llm: LLM, system: str | None, *, raw: bool) -> Prompt:
+        """Prompt as `LLM.generate` takes it: messages if the model has a chat template, unless
+        `raw`.
+
+        Raises:
+            ConfigError: there is none to put the system message into.
+        """
+        import torch
+
+        if self.text is not None:
+            if system is None and (raw or llm.chat_template is None):
+                return self.text
+            llm.require_chat_template()
+            opening = [] if system is None else [{"role": "system", "content": system}]
+            return [*opening, {"role": "user", "content": self.text}]
+        embedding: Any = llm.model.get_input_embeddings()
+        size = embedding.weight.shape[0]
+        generator = torch.Generator().manual_seed(self.seed)
+        return torch.randint(size, (self.random_tokens or 1,), generator=generator)
+
+
+def find_prompt(
+    text: str | None, file: str | None, random_tokens: int | None, seed: int
+) -> PromptSource:
+    """The one prompt that was given.
+
+    Raises:
+        ConfigError: none or several were given, the file cannot be read, or the text is empty.
+    """
+    given = [value for value in (text, file, random_tokens) if value is not None]
+    if len(given) != 1:
+        raise ConfigError(
+            "prompt must be given once, as an argument, with --prompt-file or with "
+            f"--prompt-tokens, got {len(given)} of them"
+        )
+    if file is not None:
+        text = _read(file, "prompt file")
+    if text is not None and not text.strip():
+        raise ConfigError("prompt is empty; pass at least one word")
+    return PromptSource(text, random_tokens, seed)

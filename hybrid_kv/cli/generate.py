@@ -73,9 +73,14 @@ def generate(
     output: OutputOptions,
 ) -> None:
     """Answer or continue a prompt; the text goes to stdout, everything else to stderr."""
-    from hybrid_kv.cli.files import check_target, describe_run, environment_of, write_report
+    from hybrid_kv.cli.files import (
+        check_target,
+        describe_run,
+        environment_of,
+        find_prompt,
+        write_report,
+    )
     from hybrid_kv.cli.model_run import opened
-    from hybrid_kv.cli.prompt_source import find_prompt
     from hybrid_kv.cli.settings import build_config, exactness_notice, given_settings
     from hybrid_kv.report import RunReport
 

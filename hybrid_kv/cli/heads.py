@@ -42,8 +42,8 @@ def heads(
     import json
 
     from hybrid_kv.api.heads import observe_heads, observing
+    from hybrid_kv.cli.files import find_prompt
     from hybrid_kv.cli.model_run import opened
-    from hybrid_kv.cli.prompt_source import find_prompt
     from hybrid_kv.errors import ConfigError
 
     found = find_prompt(None, text, None, 0)

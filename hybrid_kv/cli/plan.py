@@ -366,7 +366,7 @@ def _rates(made: Plan) -> str:
 
 def _prompt_rates(made: Plan) -> str:
     """Rates on which the time to the first token rests, with a separator before them."""
-    from hybrid_kv.planning.first_token import (
+    from hybrid_kv.planning.traffic import (
         ATTAINED_ATTENTION,
         ATTAINED_PRODUCTS,
         SPARSE_DENSITY,

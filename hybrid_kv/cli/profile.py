@@ -173,8 +173,7 @@ def profile(
     """Measure where the time of a token goes, by context and method."""
     from hybrid_kv.cli.files import write_report
     from hybrid_kv.cli.model_run import silence_transformers
-    from hybrid_kv.cli.profile_record import find_earlier, lacking, rows_of
-    from hybrid_kv.cli.profile_tables import read_profile
+    from hybrid_kv.cli.profile_tables import find_earlier, lacking, read_profile, rows_of
     from hybrid_kv.report.files import check_files
 
     reads = [] if repeat is None else [repeat]
@@ -214,7 +213,7 @@ def _measure(
 ) -> ProfileReport:
     """Measures what is lacking; the file gets each row when it is there."""
     from hybrid_kv.cli.model_run import checked, ended_by_ctrl_c, told_in_a_line
-    from hybrid_kv.cli.profile_record import Record, lacking, rows_of
+    from hybrid_kv.cli.profile_tables import Record, lacking, rows_of
     from hybrid_kv.eval.profiling import open_bench, sweep
     from hybrid_kv.planning.rates import Rates
 

@@ -247,7 +247,7 @@ def serve(
     output: TalkOptions,
 ) -> None:
     """Serve a model to the interfaces people use: OpenAI's over HTTP, and a page for documents."""
-    from hybrid_kv.cli.prompt_source import has_no_tokenizer
+    from hybrid_kv.cli.files import has_no_tokenizer
     from hybrid_kv.cli.settings import build_config
     from hybrid_kv.errors import ConfigError
 

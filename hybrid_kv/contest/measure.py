@@ -20,8 +20,7 @@ from torch import Tensor
 
 from hybrid_kv.config import AuditParams, HybridConfig
 from hybrid_kv.contest.prompts import AskedQuestion, Prompt, PromptBuilder, Scorer
-from hybrid_kv.contest.shared import SharedPrompt
-from hybrid_kv.eval.prefilled import PrefilledPrompt
+from hybrid_kv.contest.shared import PrefilledPrompt, SharedPrompt
 from hybrid_kv.models.attach import Attachment
 from hybrid_kv.models.cache_layers import HybridLayer
 from hybrid_kv.models.forwards import passing

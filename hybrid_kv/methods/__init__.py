@@ -26,7 +26,7 @@ BUILT_IN = {
     "infllm": "index_baselines",
     "ivf": "index_baselines",
     "keydiff": "snapkv",
-    "keyformer": "keyformer",
+    "keyformer": "h2o",
     "kivi": "low_bits",
     "kvmerger": "merging",
     "kvquant": "before_rope",

@@ -11,10 +11,9 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from hybrid_kv.attended import Attended
 from hybrid_kv.config import MethodConfig
 from hybrid_kv.config import Params as BaseParams
-from hybrid_kv.entries import Entries
+from hybrid_kv.entries import Attended, Entries
 from hybrid_kv.errors import ConfigError
 from hybrid_kv.methods.combining import (
     check_spans,

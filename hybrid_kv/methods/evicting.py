@@ -14,9 +14,8 @@ from pydantic import AfterValidator, model_validator
 from torch import Tensor
 from torch.nn import functional as F
 
-from hybrid_kv.attended import Attended
 from hybrid_kv.config import BudgetField, Count, Tokens
-from hybrid_kv.entries import Entries
+from hybrid_kv.entries import Attended, Entries
 from hybrid_kv.errors import ConfigError
 from hybrid_kv.methods.budget import split_budget
 from hybrid_kv.methods.retrieval import ColdParams, RetrievalAttention, RetrievalParams

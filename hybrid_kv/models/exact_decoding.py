@@ -28,13 +28,13 @@ from hybrid_kv.models.exact_steps import (
     ErrorLimit,
     ExactSteps,
     ExactWork,
+    PromptLookup,
     check_exact,
     drop_inexact,
     most_drafts_on,
     past_recorded,
 )
 from hybrid_kv.models.hf_cache import TieredCache
-from hybrid_kv.models.prompt_lookup import PromptLookup
 
 _OTHER_LOOPS = (
     *("guidance_scale", "watermarking_config", "prefill_chunk_size", "dola_layers"),

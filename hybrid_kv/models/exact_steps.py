@@ -10,18 +10,21 @@ out as they are, and the pass begins at that one.
 In float32 greedy tokens are those of `full`. In 16 bits a pass of several tokens rounds otherwise
 than steps of one: the token is the pass's own, and `ExactWork.ties` counts where that can matter.
 
+Drafts may also be looked up in the text so far.
+
 Source: Leviathan et al. 2023 (speculative decoding); drafts by a sparse cache: TriForce (Sun et al.
 2024).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -33,6 +36,48 @@ from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.models.packed_linear import PackedLinear
 from hybrid_kv.plugins import Method
 from hybrid_kv.runtime.cache_context import stores_as_is
+
+_MATCHED = 4
+"""Tokens that must have stood before a guess as they stand now."""
+
+
+class PromptLookup:
+    """Tokens of a sequence, prompt and answer, in which its end is looked up.
+
+    num_tokens: so many.
+
+    Args:
+        ids: tokens so far.
+    """
+
+    def __init__(self, ids: Sequence[int]) -> None:
+        self._ids, self.num_tokens = np.array(ids, dtype=np.int64), len(ids)
+
+    def add(self, token: int) -> None:
+        """Takes the next token."""
+        if self.num_tokens == len(self._ids):
+            self._ids = np.concatenate([self._ids, np.zeros(self.num_tokens + 64, np.int64)])
+        self._ids[self.num_tokens] = token
+        self.num_tokens += 1
+
+    def guess(self, more: Sequence[int], count: int) -> list[int]:
+        """At most `count` tokens that followed the last tokens where these stood before, the latest
+        time; [] where they did not.
+
+        Args:
+            more: tokens behind those that were added.
+        """
+        ids = np.concatenate([self._ids[: self.num_tokens], np.array(more, dtype=np.int64)])
+        if len(ids) <= _MATCHED or count < 1:
+            return []
+        ends = np.flatnonzero(ids[_MATCHED - 1 : -1] == ids[-1]) + _MATCHED - 1
+        for back in range(1, _MATCHED):
+            ends = ends[ids[ends - back] == ids[-1 - back]]
+        if not len(ends):
+            return []
+        first = int(ends[-1]) + 1
+        return list(map(int, ids[first : first + count]))
+
 
 _GUESSED = 4
 """Tokens that are looked up in the text and checked by one step of the method, which then reads the

@@ -29,7 +29,7 @@ from huggingface_hub.file_download import repo_folder_name
 from huggingface_hub.utils import tqdm, validate_repo_id  # type: ignore[attr-defined]
 
 from hybrid_kv.errors import ConfigError, HybridKVError, ModelNotFoundError, WriteError
-from hybrid_kv.models.hub_files import HubFile, choose_files
+from hybrid_kv.models.local_models import HubFile, choose_files
 
 _WAIT_S = 10.0
 _TOLD: tuple[type[Exception], ...] = (*HfHubHTTPError.__bases__, EntryNotFoundError, RuntimeError)

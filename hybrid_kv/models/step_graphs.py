@@ -29,7 +29,7 @@ from hybrid_kv.models.cache_state import is_written_in_place, states_of
 from hybrid_kv.models.early_queries import is_idle_on_devices
 from hybrid_kv.models.forwards import CACHE_ARGUMENT
 from hybrid_kv.models.hf_cache import TieredCache
-from hybrid_kv.ops.captures import CaptureBusyError
+from hybrid_kv.ops.pinned import CaptureBusyError
 from hybrid_kv.runtime import PlanReason
 from hybrid_kv.runtime.device_plan import DevicePlan
 from hybrid_kv.store.memory import allocate

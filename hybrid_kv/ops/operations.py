@@ -132,13 +132,13 @@ ATTEND_RAGGED = _Attention(
     "attend_ragged", _native("few"), _triton("ragged", uses="uploads"), _defined(uses="attend")
 )
 ATTEND_PAGES = _Attention("attend_pages", _triton("paged"), _FLASHINFER, _defined(uses="attend"))
-MERGE = _Attention("merge", _native(), _triton("merge"), _defined())
+MERGE = _Attention("merge", _native(), _triton("paged"), _defined())
 PLAN_STEP = Operation[None]("plan_step", _native(name="LayerPlan"))
 
-PAGE_SCORES = Operation[Tensor]("page_scores", _native(), _triton("scores"), _of_pages())
-CHOOSE_PAGES = Operation[Tensor]("choose_pages", _triton("scores"), _of_pages(uses="page_scores"))
+PAGE_SCORES = Operation[Tensor]("page_scores", _native(), _triton("digests"), _of_pages())
+CHOOSE_PAGES = Operation[Tensor]("choose_pages", _triton("digests"), _of_pages(uses="page_scores"))
 CHOOSE_LISTED = Operation[Tensor](
-    "choose_listed", _triton("scores", "listed_page_scores"), _of_pages("listed_page_scores")
+    "choose_listed", _triton("digests", "listed_page_scores"), _of_pages("listed_page_scores")
 )
 APPEND = Operation[None]("append", _triton("digests", "append_token", "few"))
 APPEND_AT = Operation[None]("append_at", _triton("digests"), _of_pages())

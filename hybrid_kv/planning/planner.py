@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 
 from hybrid_kv.config import HybridConfig, composed
 from hybrid_kv.models.layer_major import chunk_size, lie_on_host
-from hybrid_kv.ops.nearest import SCRATCH_BYTES, result_bytes
-from hybrid_kv.planning.first_token import first_token_seconds
+from hybrid_kv.ops.kmeans import SCRATCH_BYTES, result_bytes
 from hybrid_kv.planning.plan import Machine, Mode, ModelFacts, Option, Plan
 from hybrid_kv.planning.traffic import (
     DeviceSelect,
     PrefillBytes,
+    first_token_seconds,
     plan_select,
     prefill_peak_bytes,
     select_ms,

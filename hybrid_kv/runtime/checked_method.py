@@ -13,8 +13,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from hybrid_kv.attended import Attended
-from hybrid_kv.entries import Entries
+from hybrid_kv.entries import Attended, Entries
 from hybrid_kv.errors import HybridKVError, MethodError
 from hybrid_kv.plugins import Method
 from hybrid_kv.store import LayerStore, Overflow, Row

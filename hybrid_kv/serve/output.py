@@ -23,9 +23,14 @@ from transformers import (
 )
 
 from hybrid_kv.api.tokens import decode_text
-from hybrid_kv.models.exact_steps import ExactSteps, ExactWork, most_drafts_on, past_recorded
+from hybrid_kv.models.exact_steps import (
+    ExactSteps,
+    ExactWork,
+    PromptLookup,
+    most_drafts_on,
+    past_recorded,
+)
 from hybrid_kv.models.hf_cache import TieredCache
-from hybrid_kv.models.prompt_lookup import PromptLookup
 from hybrid_kv.serve.requests import Reason, Request
 
 _LONGEST, _KEPT = 96, 32

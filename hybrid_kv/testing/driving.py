@@ -18,9 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybrid_kv.attended import Attended
 from hybrid_kv.config import HybridConfig, IndexConfig
-from hybrid_kv.entries import Entries
+from hybrid_kv.entries import Attended, Entries
 from hybrid_kv.errors import NoBudgetError
 from hybrid_kv.masses import causal_masses
 from hybrid_kv.plugins import Method, Placement

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from hybrid_kv.errors import DeviceSelectWarning
-from hybrid_kv.ops.captures import CaptureBusyError, captures
+from hybrid_kv.ops.pinned import CaptureBusyError, captures
 from hybrid_kv.transfer.executor import Work
 from hybrid_kv.types import PartialAttention
 

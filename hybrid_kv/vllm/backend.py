@@ -25,8 +25,7 @@ from hybrid_kv.ops.native.library import Pool
 from hybrid_kv.vllm.batch import CacheShape, Prompts, StepBatch, StepSequence
 from hybrid_kv.vllm.layer import Kernel, PagedLayer
 from hybrid_kv.vllm.layout import Scratch, as_blocks
-from hybrid_kv.vllm.refusals import check_config, check_layer
-from hybrid_kv.vllm.settings import settings_of
+from hybrid_kv.vllm.settings import check_config, check_layer, settings_of
 
 _log = logging.getLogger("vllm.hybrid_kv")
 

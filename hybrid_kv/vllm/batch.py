@@ -16,8 +16,7 @@ from typing import NamedTuple, Self, TypeAlias
 import torch
 from torch import Tensor
 
-from hybrid_kv.ops.native.paged_attention import BlockSlice
-from hybrid_kv.ops.native.paged_sketch import Ints, SearchRange
+from hybrid_kv.ops.native.paged import BlockSlice, Ints, SearchRange
 from hybrid_kv.vllm.layout import PackedContexts, key_rows
 from hybrid_kv.vllm.settings import VllmSettings, search_range
 

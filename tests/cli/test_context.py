@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from hybrid_kv.api.building import build_context
+from hybrid_kv.api.building import ContextBuild, build_context
 from hybrid_kv.cli import model_run
 from hybrid_kv.saved import verify_context
 from hybrid_kv.saved.manifest import read_manifest
-from hybrid_kv.saved.unfinished import ContextBuild
 from tests.cli.support import PROMPT, call, refused, report_of
 from tests.saved.scene import blocks_of, flip, rewrite
 

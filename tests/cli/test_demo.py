@@ -12,7 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 from typer.testing import Result
 
 from hybrid_kv.cli import comparison
-from hybrid_kv.cli import demo_layer as layer_module
+from hybrid_kv.cli import comparison as layer_module
 from hybrid_kv.models import load
 from hybrid_kv.ops.host_memory import FreeMemory
 from hybrid_kv.report.schema import DemoReport, parse_report, to_json

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hybrid_kv.cli import profile_record
+from hybrid_kv.cli import profile_tables
 from hybrid_kv.eval.profiling import bench
 from hybrid_kv.planning.rates import Rates
 from hybrid_kv.report import read_report
@@ -68,13 +68,13 @@ def test_the_file_has_each_row_as_soon_as_it_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file, seen = tmp_path / "run.json", []
-    add = profile_record.Record.add
+    add = profile_tables.Record.add
 
     def looking(self: Any, row: Any) -> None:
         add(self, row)
         seen.append((len(read(file).rows), read(file).interrupted))
 
-    monkeypatch.setattr(profile_record.Record, "add", looking)
+    monkeypatch.setattr(profile_tables.Record, "add", looking)
     assert call(*TWO, "--json", file, "--resume").exit_code == 0  # there is nothing yet
     assert seen == [(1, True), (2, True), (3, True), (4, True)]
     assert not read(file).interrupted

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 import hybrid_kv as hkv
-from hybrid_kv.contest.shared import SharedPrompt
-from hybrid_kv.eval.prefilled import PrefilledPrompt
+from hybrid_kv.contest.shared import PrefilledPrompt, SharedPrompt
 from hybrid_kv.types import Needs
 from tests.tolerances import TOLERANCES
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, Gemma3ForCausalLM, Gemma3TextConf
 import hybrid_kv as hkv
 from hybrid_kv.models.forwards import passing
 from hybrid_kv.models.hf_cache import TieredCache
-from hybrid_kv.ops.captures import device_in_use
+from hybrid_kv.ops.pinned import device_in_use
 from tests.contracts.architectures import scale_weights
 from tests.contracts.edges.further_models import further_config
 from tests.device import emulated

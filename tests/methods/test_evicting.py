@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import hybrid_kv
-from hybrid_kv.attended import Attended
+from hybrid_kv.entries import Attended
 from hybrid_kv.errors import ConfigError
 from hybrid_kv.methods.evicting import of_window
 from hybrid_kv.plugins import METHODS

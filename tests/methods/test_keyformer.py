@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from hybrid_kv.methods.keyformer import Keyformer
+from hybrid_kv.methods.h2o import Keyformer
 from tests.methods.eviction import NEW, PROMPT, Array, Heads, kept_sets, method, run, top
 
 WINDOW, ROOM, PAGE = 32, 41, 16

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hybrid_kv.errors import ModelNotFoundError
-from hybrid_kv.models.hub_files import HubFile, choose_files
+from hybrid_kv.models.local_models import HubFile, choose_files
 
 SMALL = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"]
 SHARDS = [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import hybrid_kv as hkv
-from hybrid_kv.models.prompt_lookup import PromptLookup
+from hybrid_kv.models.exact_steps import PromptLookup
 from tests.models.exact_calls import answer, small
 from tests.serve.asking import small_model
 

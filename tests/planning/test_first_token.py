@@ -8,14 +8,14 @@ import pytest
 import torch
 
 import hybrid_kv as hkv
-from hybrid_kv.planning.first_token import (
+from hybrid_kv.planning.plan import ModelFacts, PromptRates, model_facts
+from hybrid_kv.planning.rates import CARDS, Rates
+from hybrid_kv.planning.traffic import (
     SPARSE_DENSITY,
     first_token_seconds,
     measure_prompt_rates,
     prompt_rates_of_card,
 )
-from hybrid_kv.planning.plan import ModelFacts, PromptRates, model_facts
-from hybrid_kv.planning.rates import CARDS, Rates
 
 GIB = 2**30
 SPEEDS = PromptRates(products=1000.0, attention=500.0)
@@ -78,7 +78,7 @@ def test_this_machine_is_measured_in_the_models_dtype(
         seen.append(weight.dtype)
         return linear(x, weight)
 
-    monkeypatch.setattr("hybrid_kv.planning.first_token.linear", noted)
+    monkeypatch.setattr("hybrid_kv.planning.traffic.linear", noted)
     facts = model_facts("random:tiny", dtype=dtype)
     rates = measure_prompt_rates(facts, torch.device("cpu"))
     assert rates is not None

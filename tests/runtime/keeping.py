@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybrid_kv.attended import Attended
 from hybrid_kv.config import Params as BaseParams
-from hybrid_kv.entries import Entries
+from hybrid_kv.entries import Attended, Entries
 from hybrid_kv.plugins import INDEXES, Index, Method, Placement
 from hybrid_kv.types import Demotion, Evidence, Needs, Read, TokenBudget
 

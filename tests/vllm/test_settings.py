@@ -9,8 +9,14 @@ import pytest
 
 from hybrid_kv.errors import BackendUnavailable, ConfigError, UnsupportedModelError
 from hybrid_kv.vllm.plugin import TRIED, check_version
-from hybrid_kv.vllm.refusals import check_config, check_layer
-from hybrid_kv.vllm.settings import VARIABLE, VllmSettings, search_range, settings_of
+from hybrid_kv.vllm.settings import (
+    VARIABLE,
+    VllmSettings,
+    check_config,
+    check_layer,
+    search_range,
+    settings_of,
+)
 
 
 def test_without_settings_the_plug_in_is_off(monkeypatch: pytest.MonkeyPatch) -> None:

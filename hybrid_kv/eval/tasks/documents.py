@@ -11,8 +11,19 @@ import numpy as np
 from hybrid_kv.config import Count
 from hybrid_kv.config import Params as BaseParams
 from hybrid_kv.errors import ConfigError
-from hybrid_kv.eval.tasks.base import TASKS, Language, Room, Task, TextQuestion, TextSample
-from hybrid_kv.eval.tasks.haystack import FIRST_NAMES, LAST_NAMES, MAKERS, TOWNS, TRADES
+from hybrid_kv.eval.tasks.base import (
+    FIRST_NAMES,
+    LAST_NAMES,
+    MAKERS,
+    TASKS,
+    TOWNS,
+    TRADES,
+    Language,
+    Room,
+    Task,
+    TextQuestion,
+    TextSample,
+)
 
 _INTRO = "Answer the question by the following documents."
 

@@ -18,8 +18,12 @@ from hybrid_kv.config import Params as BaseParams
 from hybrid_kv.errors import ConfigError
 from hybrid_kv.eval.needle import Sample as NeedleSample
 from hybrid_kv.eval.needle import make_sample
-from hybrid_kv.eval.tasks.base import TASKS, Room, Task, TextQuestion, TextSample
-from hybrid_kv.eval.tasks.haystack import (
+from hybrid_kv.eval.tasks.base import (
+    TASKS,
+    Room,
+    Task,
+    TextQuestion,
+    TextSample,
     draw_codes,
     draw_names,
     draw_numbers,

@@ -15,8 +15,18 @@ from hybrid_kv.config import Count
 from hybrid_kv.config import Params as BaseParams
 from hybrid_kv.errors import ConfigError
 from hybrid_kv.eval.needle import Sample as NeedleSample
-from hybrid_kv.eval.tasks.base import TASKS, Room, Task, TextQuestion, TextSample
-from hybrid_kv.eval.tasks.haystack import ADJECTIVES, NOUNS, draw_numbers, hide, noise
+from hybrid_kv.eval.tasks.base import (
+    ADJECTIVES,
+    NOUNS,
+    TASKS,
+    Room,
+    Task,
+    TextQuestion,
+    TextSample,
+    draw_numbers,
+    hide,
+    noise,
+)
 from hybrid_kv.eval.tasks.needles import needle_sample
 
 _RULER = "Hsieh et al. 2024 (RULER), arXiv:2404.06654"

@@ -22,11 +22,9 @@ from hybrid_kv.ops.tail import Tail
 from hybrid_kv.ops.triton import (
     blocks,
     digests,
-    merge,
     nearest,
     paged,
     ragged,
-    scores,
     sketch_attend,
     sketch_encode,
     sketch_find,
@@ -133,15 +131,15 @@ def score(shape: Shape, dtype: torch.dtype) -> None:
     assert own.key_min is not None
     assert own.key_max is not None
     bounds = own.key_min, own.key_max
-    scores.group_page_scores(queries(shape, dtype), *bounds, new=shape.new)
+    digests.group_page_scores(queries(shape, dtype), *bounds, new=shape.new)
     table, numbers = torch.arange(64), torch.tensor([17, 3, 20, 2, 9])
-    scores.listed_page_scores(queries(shape, dtype), *bounds, table, numbers, 1)
+    digests.listed_page_scores(queries(shape, dtype), *bounds, table, numbers, 1)
 
 
 def merging(shape: Shape, dtype: torch.dtype) -> None:
     q = queries(shape, dtype)
     part = PartialAttention(q, torch.zeros(q.shape[:-1]))
-    merge.merge([part, PartialAttention(q.float(), part.lse)], dtype)
+    paged.merge([part, PartialAttention(q.float(), part.lse)], dtype)
 
 
 def copying(shape: Shape, dtype: torch.dtype) -> None:

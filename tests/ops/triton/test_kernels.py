@@ -197,11 +197,11 @@ def test_parts_of_any_dtype_are_merged(
 
 @pytest.mark.gpu
 def test_a_part_in_pinned_host_memory_is_read_where_it_lies() -> None:
-    from hybrid_kv.ops.triton import merge
+    from hybrid_kv.ops.triton import paged
 
     near = PartialAttention(torch.randn(7, 72, device="cuda"), torch.randn(7, device="cuda"))
     far = PartialAttention(torch.randn(7, 72).pin_memory(), torch.randn(7).pin_memory())
-    merged = merge.merge([near, far], torch.float32)
+    merged = paged.merge([near, far], torch.float32)
     exact = reference.merge([near, PartialAttention(*(t.cuda() for t in far))], torch.float32)
     torch.testing.assert_close(merged, exact, **FLOAT32)
 
@@ -369,11 +369,11 @@ def test_nearest_keys_are_those_of_brute_force(
 def test_queries_are_searched_in_portions_that_fit_into_the_scratch(
     ops: Ops, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from hybrid_kv.ops import nearest
+    from hybrid_kv.ops import kmeans
 
     q, k = torch.randn(2, 11, 128, device=device), torch.randn(2, 300, 128, device=device)
     once = ops.nearest_keys(q, k, 3)
-    monkeypatch.setattr(nearest, "SCRATCH_BYTES", 4 * 2 * nearest.query_bytes(300, 3))
-    assert nearest.portion(2, 300, 3) == 4
+    monkeypatch.setattr(kmeans, "SCRATCH_BYTES", 4 * 2 * kmeans.query_bytes(300, 3))
+    assert kmeans.portion(2, 300, 3) == 4
     assert torch.equal(ops.nearest_keys(q, k, 3), once)
     assert ops.nearest_keys(q[:, :0], k, 3).shape == (2, 0, 3)
