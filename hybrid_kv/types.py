@@ -111,6 +111,19 @@ class PagedKV(NamedTuple):
     key_min: Tensor | None = None
     key_max: Tensor | None = None
 
+    def store(self, k: Tensor, v: Tensor, places: slice | Tensor, positions: Tensor) -> None:
+        """Stores new tokens; their pages' digests are left as they are.
+
+        Args:
+            k, v: [Hkv, n, D].
+            places: `slot * S + offset` of the n; a page is filled from its first slot on.
+            positions: [n].
+        """
+        heads, _, _, dim = self.k.shape
+        self.k.view(heads, -1, dim)[:, places] = k
+        self.v.view(heads, -1, dim)[:, places] = v
+        self.positions.view(-1)[places] = positions
+
 
 class SearchResult(NamedTuple):
     """Keys that an index found.

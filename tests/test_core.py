@@ -23,7 +23,6 @@ PACKAGE = "hybrid_kv"
 CORE = (
     *("hybrid_kv.models.attach", "hybrid_kv.methods.retrieval", "hybrid_kv.index.auto"),
     "hybrid_kv.ops.native.prompt",  # which a prompt loads
-    "hybrid_kv.ops.kmeans",  # which the moments of what leaves the window load
 )
 FILES, LINES = 73, 19_720
 """Of the core. Lower these with every file that goes or is loaded on demand."""

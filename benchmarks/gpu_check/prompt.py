@@ -20,7 +20,7 @@ import hybrid_kv as hkv
 from benchmarks.gpu_check.end_to_end import indexes, prompt
 from benchmarks.gpu_check.record import Recorder
 from benchmarks.gpu_check.sizes import Sizes
-from hybrid_kv.runtime.layers import Layers
+from hybrid_kv.runtime.layer import Layers
 
 _SHORT = 8
 

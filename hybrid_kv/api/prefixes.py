@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 
 from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.saved import ContextRegistry
-from hybrid_kv.saved.registry import keeps_all
 from hybrid_kv.saved.saving import Provenance
 
 
@@ -42,7 +41,7 @@ class Prefixes:
         Yields:
             How many tokens were taken: not the last, whose logits are needed.
         """
-        if cache.get_seq_length() or not keeps_all(cache):
+        if cache.get_seq_length() or not cache.keeps_all:
             yield 0
             return
         reused = self.take(cache, ids[:, :-1])

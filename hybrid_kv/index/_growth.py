@@ -15,8 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybrid_kv.index._graph_learner import BEAMS, DRIFT, Searcher, beam_search, promised
-from hybrid_kv.index._trial import Goal, HeadReport, HeldOut, Trial, choose, run_trials
+from hybrid_kv.index._graph_learner import (
+    BEAMS,
+    DRIFT,
+    Goal,
+    Searcher,
+    beam_search,
+    choose,
+    promised,
+    run_trials,
+)
+from hybrid_kv.index._trial import HeadReport, HeldOut, Trial
 from hybrid_kv.ops.key_graph import BuildParams
 from hybrid_kv.ops.native.graph import GraphSearcher, extend
 from hybrid_kv.ops.native.library import pool_here

@@ -8,9 +8,8 @@ softmax mass and work at several beams, and a head that does not pass is served 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import torch
 from pydantic import Field
@@ -18,7 +17,6 @@ from torch import Tensor
 
 from hybrid_kv import config
 from hybrid_kv.index._base import SavedReport
-from hybrid_kv.rotary import horizon_shares
 
 _ROW_ALIGNMENT = 64
 
@@ -60,20 +58,17 @@ class GraphParams(config.Params):
         return {} if self.link_keys else {"link_positions": "with link_keys 0"}
 
 
-def bytes_per_key(params: Any, num_keys: int, head_dim: int) -> int:
+def bytes_per_key(num_keys: int, head_dim: int, *, max_degree: int, min_keys: int) -> int:
     """See `Index.bytes_per_key`."""
     codes = -(-head_dim // _ROW_ALIGNMENT) * _ROW_ALIGNMENT + 1
-    if num_keys < params.min_keys:
+    if num_keys < min_keys:
         return codes
     from hybrid_kv.ops.key_graph import list_bytes
 
-    return codes + list_bytes(int(params.max_degree), num_keys) + 4  # if all keys are nodes
+    return codes + list_bytes(max_degree, num_keys) + 4  # if all keys are nodes
 
 
 _SUMMED_KEYS = 8192
-_HELD_SHARE, _NEAR, _RUN = 8, 0.125, 3
-"""Of the samples, at most this part is held out; those are asked that stand in this share of the
-horizon, which are one of so many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,111 +142,6 @@ class HeldOut:
         return Trial(beam, float(recall.mean()), float(mass.mean()), scanned)
 
 
-def hold_out(samples: Tensor, count: int, among: int | None = None) -> tuple[Tensor, Tensor]:
-    """Splits samples [G, M, D] into (build, check): a run of them takes no part in the build.
-
-    Neighbours in the prompt share half of their best keys, so that samples held out one by one
-    would be found through those beside them, as no later query will be. Of the run those are asked
-    that stand where decoding begins (`horizon_shares`): there the prompt's last keys are nearest,
-    and what is found differs from the mean of the horizon by up to .05 (docs/lab.md).
-
-    Args:
-        count: positions to check with; fewer where an eighth of M has fewer there.
-        among: the run is the end of so many first ones; None for all.
-    """
-    total = samples.shape[1]
-    among = total if among is None else among
-    first = among - min(total // _HELD_SHARE, _RUN * count, among)
-    near = first + (horizon_shares(total)[first:among] < _NEAR).nonzero()[:, 0]
-    count = min(count, len(near))
-    kept = near[torch.arange(count) * len(near) // max(1, count)]
-    return torch.cat([samples[:, :first], samples[:, among:]], 1), samples[:, kept]
-
-
-def num_like_later(num_samples: int, recent: int, num_keys: int) -> int:
-    """Number of the first samples that stand for the queries after the prompt.
-
-    The last `recent` samples are the last positions, next to each other. Each is so like its
-    neighbours in the build that the graph serves it better than later text. The samples before
-    are spread over the prompt, and those among them that lie in its last positions are in the
-    build a second time. All samples count where that leaves too few.
-    """
-    spread = max(0, num_samples - recent)
-    apart = spread * max(0, num_keys - recent) // max(1, num_keys)
-    return apart if apart >= num_samples // 8 else num_samples
-
-
-@dataclass(frozen=True, slots=True)
-class Goal:
-    """Goal of a graph, which says when it is good enough, and range of what is tried.
-
-    top_k: the answers that are checked. recall, mass: shares of the exact answer, one of which has
-    to be reached. max_scanned: share of the keys that a search of a group may score. positions:
-    held out for the check. beams: the smallest and the largest that are tried. recent: samples at
-    the end that are the prompt's last positions.
-    """
-
-    top_k: int
-    recall: float
-    mass: float
-    max_scanned: float
-    positions: int
-    beams: tuple[int, int]
-    recent: int = 0
-
-    def is_reached(self, trial: Trial) -> bool:
-        """By recall, or by mass where the last keys of the top weigh nothing."""
-        return trial.recall >= self.recall or trial.mass >= self.mass
-
-
-def choose(trials: Sequence[Trial], goal: Goal) -> tuple[Trial | None, str]:
-    """The least work that is good enough, or None with the reason."""
-    for trial in sorted(trials, key=lambda trial: trial.scanned):
-        if trial.scanned > goal.max_scanned:
-            break
-        if goal.is_reached(trial):
-            return trial, f"recall {trial.recall:.3f}, {trial.scanned:.1%} scanned"
-    best = max(trials, key=lambda trial: trial.recall, default=None)
-    if best is None:
-        return None, "no held-out queries"
-    missed = "is more work than" if best.recall >= goal.recall else "misses the target"
-    return None, (
-        f"recall {best.recall:.3f} at {best.scanned:.1%} scanned {missed} "
-        f"{goal.recall:g} within {goal.max_scanned:.0%}"
-    )
-
-
-def run_trials(
-    held: HeldOut,
-    search: Callable[[Tensor, int], tuple[Tensor, Tensor, float]],
-    goal: Goal,
-) -> list[Trial]:
-    """Trials that close in on the smallest beam that reaches the goal, to an eighth of it.
-
-    Args:
-        search: (queries [P, G, D], beam) -> ids, scores [P, G, K] and the mean share of distinct
-            keys scored per position.
-    """
-    trials: list[Trial] = []
-
-    def is_reached_by(beam: int) -> bool:
-        trials.append(held.judge(beam, *search(held.queries, beam)))
-        return goal.is_reached(trials[-1])
-
-    misses, (reaches, last) = 0, goal.beams
-    while not is_reached_by(reaches):
-        if reaches >= last or trials[-1].scanned > goal.max_scanned:
-            return trials
-        misses, reaches = reaches, min(last, reaches * 8 // 5)
-    while misses and reaches - misses > reaches // 8:
-        middle = (misses + reaches) // 2
-        if is_reached_by(middle):
-            reaches = middle
-        else:
-            misses = middle
-    return trials
-
-
 def log_sums(queries: Tensor, keys: Tensor, best: Tensor, scale: float) -> Tensor:
     """[Q], log-sum-exp of the scaled scores of keys [N, D] with queries [Q, D].
 
@@ -264,18 +154,3 @@ def log_sums(queries: Tensor, keys: Tensor, best: Tensor, scale: float) -> Tenso
     others = scores.masked_fill(scores >= least, -torch.inf)
     rest = torch.logsumexp(others * scale, 1) + math.log(step)
     return torch.logaddexp(torch.logsumexp(best * scale, 1), rest)
-
-
-def effective_dim(keys: Tensor, metric: Tensor, most: int = 4096) -> float:
-    """Dimensions that keys [N, D] spread over in the metric [D, D] of the queries.
-
-    exp of the entropy of the normalised spectrum; rises with the share of keys a search must see.
-    """
-    rows = keys[:: max(1, keys.shape[0] // most)].float()
-    rows = rows - rows.mean(0)
-    eigenvalues, vectors = torch.linalg.eigh(metric)
-    root = vectors * eigenvalues.clamp_min(0).sqrt()
-    spread = torch.linalg.svdvals(rows @ root).square()
-    share = spread / spread.sum().clamp_min(torch.finfo(spread.dtype).tiny)
-    entropy = -(share * share.clamp_min(1e-30).log()).sum()
-    return float(entropy.exp())

@@ -293,11 +293,12 @@ class AutoIndex(PartedIndex):
 
     @classmethod
     def bytes_per_key(cls, params: Any, num_keys: int, head_dim: int) -> int:
-        sketch, graph = _params_of_kinds(params)
-        most = SketchIndex.bytes_per_key(sketch, num_keys, head_dim)
-        if params.sizes.graph_tokens:
-            most = max(most, bytes_per_key(graph, num_keys, head_dim))
-        return most
+        sizes = params.sizes
+        most = SketchIndex.bytes_per_key(sizes, num_keys, head_dim)
+        if not sizes.graph_tokens:
+            return most
+        degree, least = sizes.max_degree, sizes.graph_min_keys
+        return max(most, bytes_per_key(num_keys, head_dim, max_degree=degree, min_keys=least))
 
     @property
     def relearn_keys(self) -> int:

@@ -9,7 +9,7 @@ from torch.nn.functional import normalize, pad
 from hybrid_kv import config
 from hybrid_kv.index._base import SCRATCH_BYTES, KeyIndex, rank, scan, true_scores
 from hybrid_kv.masses import logits_of
-from hybrid_kv.ops.kmeans import kmeans, means_of
+from hybrid_kv.ops.tail import kmeans, means_of
 from hybrid_kv.plugins import INDEXES
 from hybrid_kv.types import Needs, PartialAttention, SearchResult
 

@@ -73,7 +73,8 @@ class GraphIndex(SavedIndex):
 
     @classmethod
     def bytes_per_key(cls, params: Any, num_keys: int, head_dim: int) -> int:
-        return bytes_per_key(params, num_keys, head_dim)
+        degree, least = params.max_degree, params.min_keys
+        return bytes_per_key(num_keys, head_dim, max_degree=degree, min_keys=least)
 
     @property
     def relearn_keys(self) -> int:

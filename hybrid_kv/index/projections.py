@@ -13,7 +13,7 @@ from torch import Tensor
 from hybrid_kv import config
 from hybrid_kv.index._base import SCRATCH_BYTES, KeyIndex, rank, scan, scores_of, true_scores
 from hybrid_kv.masses import logits_of
-from hybrid_kv.ops.kmeans import kmeans, nearest_of
+from hybrid_kv.ops.tail import kmeans, nearest_of
 from hybrid_kv.plugins import INDEXES
 from hybrid_kv.types import Needs, PartialAttention, SearchResult
 

@@ -26,7 +26,7 @@ from hybrid_kv.methods.codec import (
     put_back,
     unpack,
 )
-from hybrid_kv.ops.kmeans import kmeans
+from hybrid_kv.ops.tail import kmeans
 from hybrid_kv.plugins import METHODS
 
 _SAMPLES = 65536

@@ -17,8 +17,12 @@ from torch.nn import functional as F
 from hybrid_kv.config import BudgetField, Count, Tokens
 from hybrid_kv.entries import Attended, Entries
 from hybrid_kv.errors import ConfigError
-from hybrid_kv.methods.budget import split_budget
-from hybrid_kv.methods.retrieval import ColdParams, RetrievalAttention, RetrievalParams
+from hybrid_kv.methods.retrieval import (
+    ColdParams,
+    RetrievalAttention,
+    RetrievalParams,
+    split_budget,
+)
 from hybrid_kv.plugins import Placement
 from hybrid_kv.types import Demotion, Evidence, Foresight, LayerShape, Needs, Read, Tiers
 

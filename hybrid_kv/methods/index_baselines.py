@@ -14,8 +14,13 @@ from pydantic import Field, create_model
 
 from hybrid_kv.config import BudgetField, Count, IndexConfig, Params
 from hybrid_kv.index.hashing import tables_that_find
-from hybrid_kv.methods.budget import ResidentParams, split_budget
-from hybrid_kv.methods.retrieval import ColdParams, RetrievalAttention, RetrievalParams
+from hybrid_kv.methods.retrieval import (
+    ColdParams,
+    ResidentParams,
+    RetrievalAttention,
+    RetrievalParams,
+    split_budget,
+)
 from hybrid_kv.plugins import METHODS
 from hybrid_kv.types import TokenBudget
 

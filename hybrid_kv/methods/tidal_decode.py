@@ -13,7 +13,7 @@ from hybrid_kv.config import BudgetField, LayerList
 from hybrid_kv.errors import IntegrityError
 from hybrid_kv.index._base import KeyIndex, rank
 from hybrid_kv.index.flat import FlatIndex
-from hybrid_kv.methods.budget import ResidentParams, split_budget
+from hybrid_kv.methods.retrieval import ResidentParams, split_budget
 from hybrid_kv.plugins import METHODS, Method, Placement
 from hybrid_kv.types import (
     Demotion,

@@ -13,8 +13,8 @@ from hybrid_kv.config import BudgetField, Tokens
 from hybrid_kv.config import Params as BaseParams
 from hybrid_kv.entries import Entries
 from hybrid_kv.errors import ConfigError
-from hybrid_kv.methods.budget import NO_END, split_budget
 from hybrid_kv.methods.evicting import Demoting, DemotingParams
+from hybrid_kv.methods.retrieval import NO_END, split_budget
 from hybrid_kv.plugins import METHODS, Method, Placement
 from hybrid_kv.rotary import UNKNOWN, Rotary
 from hybrid_kv.types import Demotion, Evidence, LayerShape, ModelInfo, Needs, Read, Tiers

@@ -21,7 +21,7 @@ from hybrid_kv.models.cache_layers import HybridLayer, can_go_back, new_layers
 from hybrid_kv.models.cache_state import CacheState, ShownTokens, stuck_layers
 from hybrid_kv.runtime import KVCache
 from hybrid_kv.transfer import Executor
-from hybrid_kv.types import ModelInfo, Work
+from hybrid_kv.types import Demotion, ModelInfo, Work
 
 _log = logging.getLogger(__name__)
 
@@ -304,6 +304,15 @@ class TieredCache(ServedCache):
             isinstance(layer, (HybridLayer, DynamicLayer)) and not layer.is_sliding
             for layer in self.layers
         )
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether all layers keep every entry as it was, and with it all prefixes of a context."""
+        if not all(isinstance(layer, HybridLayer) for layer in self.layers):
+            return False  # a sliding window has its newest tokens only
+        method = self.kv.means.method
+        rests = {method.seal(layer_idx, ()).rest for layer_idx in self.kv.layers}
+        return rests <= {Demotion.KEEP, Demotion.OFFLOAD}
 
     def reset(self) -> None:
         """Forgets the conversation."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from hybrid_kv.models.cache_layers import can_go_back
 from hybrid_kv.models.hf_cache import TieredCache
-from hybrid_kv.runtime.layers import Layers
+from hybrid_kv.runtime.layer import Layers
 from hybrid_kv.store import LayerStore
 from hybrid_kv.types import Demotion
 

@@ -16,7 +16,6 @@ from transformers import PreTrainedModel
 from hybrid_kv.config import HybridConfig
 from hybrid_kv.errors import BusyError, ConfigError
 from hybrid_kv.models import hf_attention
-from hybrid_kv.models.few_tokens import FewTokens
 from hybrid_kv.models.forwards import CACHE_ARGUMENT, outside_graphs, passed, renamed
 from hybrid_kv.models.hf_cache import ServedCache, TieredCache
 from hybrid_kv.models.layer_major import LayerMajorPrefill
@@ -28,6 +27,7 @@ from hybrid_kv.types import ModelInfo, bytes_per_token
 if TYPE_CHECKING:
     from hybrid_kv.models.compiled import CompiledSteps
     from hybrid_kv.models.early_queries import EarlyQueries
+    from hybrid_kv.models.few_tokens import FewTokens
     from hybrid_kv.models.joined import JoinedCache
     from hybrid_kv.models.step_graphs import StepGraphs
     from hybrid_kv.runtime.device_plan import DevicePlan
@@ -53,7 +53,7 @@ class Serving:
         chunk, states = config.prefill_chunk_tokens, config.prefill_states
         self._prefill = LayerMajorPrefill(model, chunk, states)
         self._early: EarlyQueries | None = None
-        self._few = FewTokens(model)
+        self._few = _few_tokens(model)
         for part in text_parts(model, self._text_config):
             self._wrap(part)
 
@@ -72,7 +72,8 @@ class Serving:
 
     def try_products(self) -> None:
         """See `Attachment.try_products`."""
-        self._few.try_all()
+        if self._few is not None:
+            self._few.try_all()
 
     def _wrap(self, module: nn.Module) -> None:
         # Not by hooks: an interrupt would skip the one that ends a forward.
@@ -128,7 +129,8 @@ class Serving:
                 elif self._graphs is not None and isinstance(cache, TieredCache):
                     output = self._graphs.forward(cache, module, inputs, plans, inner)
                 else:
-                    with self._few.served(_num_tokens(inputs)):
+                    few = self._few
+                    with nullcontext() if few is None else few.served(_num_tokens(inputs)):
                         output = call()
                 _watch_logits(cache, output)
                 return output
@@ -270,6 +272,16 @@ def _step_graphs(model: PreTrainedModel) -> StepGraphs:
     from hybrid_kv.models.step_graphs import StepGraphs
 
     return StepGraphs(model)
+
+
+def _few_tokens(model: PreTrainedModel) -> FewTokens | None:
+    """The products of a model's 16-bit weights; None where it has none in host memory."""
+    halves = (torch.bfloat16, torch.float16)
+    if not any(one.dtype in halves and one.device.type == "cpu" for one in model.parameters()):
+        return None
+    from hybrid_kv.models.few_tokens import FewTokens
+
+    return FewTokens(model)
 
 
 def _source(inputs: dict[str, Any]) -> Tensor | None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hybrid_kv.errors import BackendUnavailable, unknown_name
-from hybrid_kv.ops import native, reference_pages
+from hybrid_kv.ops import native
 from hybrid_kv.ops import operations as op
 from hybrid_kv.ops.devices import DEVICE_BACKENDS
 from hybrid_kv.ops.native.attend import FEW_QUERIES, ROW_QUERIES
@@ -345,14 +345,14 @@ class PageOps(ChosenBackend):
         """Stores k, v [Hkv, n, D] at consecutive positions and keeps the digests of their pages.
 
         Args:
-            places: [n], n > 0; see `reference_pages.append`.
+            places: [n], n > 0; see `PagedKV.store`.
         """
         start, count = int(places[0]), len(places)
         name = self._choose(op.APPEND, pages.k, few=count == 1)
         if name != "reference":
             self.bound(op.APPEND, name)(pages, k[:, 0], v[:, 0], start, first_position)
             return
-        if count == 1:  # nearly every step: as `reference_pages.append`, in fewer words
+        if count == 1:  # nearly every step: as `PagedKV.store`, in fewer words
             shape = pages.k.shape
             slot, offset = divmod(start, shape[2])
             pages.k[:, slot, offset], pages.v[:, slot, offset] = k[:, 0], v[:, 0]
@@ -376,7 +376,7 @@ class PageOps(ChosenBackend):
         if not isinstance(places, range) and (np.diff(places) != 1).any():
             rows = self.uploads(places, device)
         positions = torch.arange(first_position, first_position + count, device=device)
-        reference_pages.append(pages, k, v, rows, positions)
+        pages.store(k, v, rows, positions)
 
     def append_at(
         self, pages: PagedKV, k: Tensor, v: Tensor, numbers: Tensor, table: Tensor

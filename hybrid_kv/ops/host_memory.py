@@ -11,7 +11,6 @@ import errno
 import math
 import mmap
 import resource
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -70,40 +69,13 @@ def map_pages(num_bytes: int) -> npt.NDArray[np.uint8]:
     Raises:
         CapacityError: the system refuses.
     """
-    pages = _mapped(num_bytes)
+    pages = mapped(num_bytes)
     with suppress(AttributeError, OSError):  # not every system knows them
         pages.madvise(mmap.MADV_HUGEPAGE)
-    return _aligned(pages, num_bytes)
+    return aligned(pages, num_bytes)
 
 
-class ReservedPages:
-    """Address space of the process whose memory is committed as it is written, on small pages.
-
-    array: [num_bytes] zeros, aligned to huge pages.
-
-    Raises:
-        CapacityError: the system refuses.
-    """
-
-    def __init__(self, num_bytes: int) -> None:
-        self._pages = _mapped(num_bytes, _NO_RESERVE)
-        self.array = _aligned(self._pages, num_bytes)
-        self._skip = self.array.ctypes.data - _address(self._pages)
-
-    def use_huge(self, start: int, stop: int) -> None:
-        """Lets whole huge pages within some bytes be huge; before these are written."""
-        first = -(-start // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
-        last = stop // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
-        if first < last:
-            with suppress(AttributeError, OSError):  # not every system knows them
-                self._pages.madvise(mmap.MADV_HUGEPAGE, self._skip + first, last - first)
-
-
-_NO_RESERVE = 0x4000 if sys.platform == "linux" else 0
-"""MAP_NORESERVE, which `mmap` has no name for: swap is not set aside for all of it."""
-
-
-def _mapped(num_bytes: int, flags: int = 0) -> mmap.mmap:
+def mapped(num_bytes: int, flags: int = 0) -> mmap.mmap:
     """A mapping of so many bytes, and of a huge page more, so that its start can be aligned."""
     # Private, as huge pages are seldom granted to shared memory, which is the default here. A
     # copy of the process sees its own memory from then on.
@@ -119,11 +91,7 @@ def _mapped(num_bytes: int, flags: int = 0) -> mmap.mmap:
         ) from error
 
 
-def _address(pages: mmap.mmap) -> int:
-    return int(np.frombuffer(pages, dtype=np.uint8).ctypes.data)
-
-
-def _aligned(pages: mmap.mmap, num_bytes: int) -> npt.NDArray[np.uint8]:
+def aligned(pages: mmap.mmap, num_bytes: int) -> npt.NDArray[np.uint8]:
     """The first bytes of a mapping that begin a huge page; they keep it alive."""
     raw = np.frombuffer(pages, dtype=np.uint8)
     skip = -raw.ctypes.data % HUGE_PAGE_BYTES

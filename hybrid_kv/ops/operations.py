@@ -20,7 +20,7 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from hybrid_kv.ops import native, reference_pages, tail, torch_cpu
+from hybrid_kv.ops import native, tail
 from hybrid_kv.ops.devices import DEVICE_BACKENDS, Uploads, backends_on, device_state
 from hybrid_kv.ops.native.library import Pool, pool_here
 from hybrid_kv.types import Candidates, PartialAttention
@@ -86,7 +86,7 @@ def _defined(name: str = "", module: ModuleType | str = _ATTENTION, uses: str | 
 
 
 def _of_pages(name: str = "", uses: str | None = None) -> By:
-    return _defined(name, reference_pages, uses)
+    return _defined(name, "hybrid_kv.ops.reference_pages", uses)
 
 
 def _selected(name: str) -> By:
@@ -104,7 +104,7 @@ def _triton(module: str, name: str = "", *needs: Need, uses: str | None = None) 
 
 _PROMPT = _native("suited", module="hybrid_kv.ops.native.prompt")
 _FUSED = (
-    By("torch_cpu", torch_cpu, needs=("cpu", "floats", "plain", "pairs")),
+    By("torch_cpu", "hybrid_kv.ops.torch_cpu", needs=("cpu", "floats", "plain", "pairs")),
     By("torch_cuda", "hybrid_kv.ops.torch_cuda", needs=("cuda", "floats", "plain", "pairs")),
 )
 # It compiles for minutes at its first use, so it serves those who ask for it.

@@ -20,6 +20,7 @@ import math
 import mmap
 import os
 import resource
+import sys
 import threading
 import weakref
 from bisect import bisect_right, insort
@@ -35,7 +36,7 @@ import torch
 from torch import Tensor
 
 from hybrid_kv.errors import PinnedMemoryWarning
-from hybrid_kv.ops.host_memory import HUGE_PAGE_BYTES, ReservedPages, as_tensor, map_pages
+from hybrid_kv.ops.host_memory import HUGE_PAGE_BYTES, aligned, as_tensor, map_pages, mapped
 
 
 class CaptureBusyError(RuntimeError):
@@ -302,6 +303,33 @@ def _warn_once(num_bytes: int, reason: str, *, stacklevel: int) -> None:
 
 def _first_line(error: Exception) -> str:
     return str(error).strip().split("\n")[0]
+
+
+class ReservedPages:
+    """Address space of the process whose memory is committed as it is written, on small pages.
+
+    array: [num_bytes] zeros, aligned to huge pages.
+
+    Raises:
+        CapacityError: the system refuses.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        self._pages = mapped(num_bytes, _NO_RESERVE)
+        self.array = aligned(self._pages, num_bytes)
+        self._skip = self.array.ctypes.data - np.frombuffer(self._pages, np.uint8).ctypes.data
+
+    def use_huge(self, start: int, stop: int) -> None:
+        """Lets whole huge pages within some bytes be huge; before these are written."""
+        first = -(-start // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+        last = stop // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+        if first < last:
+            with suppress(AttributeError, OSError):  # not every system knows them
+                self._pages.madvise(mmap.MADV_HUGEPAGE, self._skip + first, last - first)
+
+
+_NO_RESERVE = 0x4000 if sys.platform == "linux" else 0
+"""MAP_NORESERVE, which `mmap` has no name for: swap is not set aside for all of it."""
 
 
 class PinnedRows:

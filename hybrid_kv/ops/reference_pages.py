@@ -100,7 +100,7 @@ def append_at(pages: PagedKV, k: Tensor, v: Tensor, numbers: Tensor, table: Tens
         numbers, table: see `listed_page_scores`; the page becomes the last one of the table.
     """
     place, position, listed = numbers[:1], numbers[1:2], int(numbers[2])
-    append(pages, k[:, None], v[:, None], place, position)
+    pages.store(k[:, None], v[:, None], place, position)
     slot = place // pages.k.shape[2]
     update_digests(pages, slot)
     table[listed - 1 : listed] = slot
@@ -113,20 +113,6 @@ def best_pages(scores: Tensor, oldest: int, newest: int, count: int) -> Tensor:
     scores[..., last + 1 - newest :] = torch.inf
     chosen = scores[..., :last].topk(count - 1, -1, sorted=False).indices
     return torch.nn.functional.pad(chosen, (0, 1), value=last)
-
-
-def append(pages: PagedKV, k: Tensor, v: Tensor, places: slice | Tensor, positions: Tensor) -> None:
-    """Stores new tokens; their pages' digests are left as they are.
-
-    Args:
-        k, v: [Hkv, n, D].
-        places: the tokens' `slot * S + offset`, n of them; a page is filled from its first slot on.
-        positions: [n].
-    """
-    heads, _, _, dim = pages.k.shape
-    pages.k.view(heads, -1, dim)[:, places] = k
-    pages.v.view(heads, -1, dim)[:, places] = v
-    pages.positions.view(-1)[places] = positions
 
 
 def update_digests(pages: PagedKV, slots: Tensor) -> None:

@@ -31,10 +31,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.nn.functional import normalize
 
 from hybrid_kv.ops.devices import staged
 from hybrid_kv.types import PartialAttention
@@ -138,8 +139,7 @@ class Tail:
     ) -> Tail:
         """Of k, v [Hkv, n, D], each in the cluster of the nearest of centroids [Hkv, C, D]."""
         k, v = k.float(), v.float()
-        by = _clustering()
-        members = by.members_of(by.nearest_of(k, centroids), centroids.shape[1])  # [Hkv, C, n]
+        members = members_of(nearest_of(k, centroids), centroids.shape[1])  # [Hkv, C, n]
         if without is not None:
             members *= (~without).float()[:, None]
         sizes, kept = members.sum(-1), members.sum(1)[..., None]
@@ -314,14 +314,8 @@ def _centroids(k: Tensor, count: int) -> Tensor:
         return k.float().mean(1, keepdim=True)
     if k.shape[1] > _LEARNED:
         k = k[:, _evenly(k.shape[1], _LEARNED, k.device)]
-    centroids: Tensor = _clustering().kmeans(k.float(), count, _ROUNDS)[0]
+    centroids: Tensor = kmeans(k.float(), count, _ROUNDS)[0]
     return centroids
-
-
-def _clustering() -> Any:
-    from hybrid_kv.ops import kmeans  # a configuration alone takes none
-
-    return kmeans
 
 
 def _capped_normal(mean: Tensor, softcap: float | None) -> tuple[Tensor, Tensor]:
@@ -384,3 +378,71 @@ def capped(logits: Tensor, softcap: float | None) -> Tensor:
     if softcap is None:
         return logits
     return torch.where(logits.isinf(), logits, softcap * torch.tanh(logits / softcap))
+
+
+_BLOCK_BYTES = 64 * 2**20
+
+
+def kmeans(
+    points: Tensor, num_centroids: int, iterations: int, *, spherical: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Lloyd's algorithm, from points that are evenly spread over the set; no random numbers.
+
+    It does not wait for a device, and takes all of its iterations there.
+
+    Args:
+        points: [B, N, D] float32, N >= 1; num_centroids: at most N are made.
+        spherical: points have length 1, and so have centroids: the largest cosine is nearest.
+
+    Returns:
+        centroids [B, C, D] and the nearest one [B, N] int64 of every point. A centroid that lost
+        its points stays where it was.
+    """
+    sets, count, _ = points.shape
+    num_centroids, device = min(num_centroids, count), points.device
+    first = torch.linspace(0, count - 1, num_centroids, device=device).round().long()
+    centroids = points[:, first].clone()
+    nearest = nearest_of(points, centroids)
+    for _ in range(iterations):
+        sizes = torch.zeros(sets, num_centroids, device=device).scatter_add_(
+            1, nearest, torch.ones(nearest.shape, device=device)
+        )
+        means = means_of(points, nearest, sizes)
+        means = normalize(means, dim=-1) if spherical else means
+        centroids = torch.where(sizes[..., None] > 0, means, centroids)
+        moved = nearest_of(points, centroids)
+        if device.type == "cpu" and torch.equal(moved, nearest):
+            break
+        nearest = moved
+    return centroids, nearest
+
+
+def means_of(rows: Tensor, groups: Tensor, sizes: Tensor) -> Tensor:
+    """[B, C, D] float32 means of rows [B, N, D] by group [B, N], which have sizes [B, C]."""
+    if rows.device.type == "cpu":
+        sums = torch.zeros(*sizes.shape, rows.shape[-1])
+        for into, some, of in zip(sums, rows, groups, strict=True):
+            into.index_add_(0, of, some.float())
+    else:  # a device adds rows in no fixed order, and products in one
+        sums = members_of(groups, sizes.shape[1]) @ rows.float()
+    return sums / sizes.clamp_min(1)[..., None]
+
+
+def members_of(groups: Tensor, count: int) -> Tensor:
+    """[B, count, N] float32: 1 where a point is of a group, of groups [B, N]; else 0."""
+    every = torch.arange(count, device=groups.device)[:, None]
+    return (groups[:, None] == every).float()
+
+
+def nearest_of(points: Tensor, centroids: Tensor) -> Tensor:
+    """[B, N] int64: which of centroids [B, C, D] is nearest to each of points [B, N, D]."""
+    sets, count, _ = points.shape
+    half = centroids.square().sum(-1)[:, None] / 2
+    block = max(1, _BLOCK_BYTES // (4 * sets * centroids.shape[1]))
+    parts = [
+        (torch.matmul(points[:, at : at + block].float(), centroids.transpose(1, 2)) - half).argmax(
+            -1
+        )
+        for at in range(0, count, block)
+    ]
+    return torch.cat(parts, 1)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from hybrid_kv.config import HybridConfig, composed
 from hybrid_kv.models.layer_major import chunk_size, lie_on_host
-from hybrid_kv.ops.kmeans import SCRATCH_BYTES, result_bytes
+from hybrid_kv.ops.triton import SCRATCH_BYTES, result_bytes
 from hybrid_kv.planning.plan import Machine, Mode, ModelFacts, Option, Plan
 from hybrid_kv.planning.traffic import (
     DeviceSelect,

@@ -14,8 +14,7 @@ from hybrid_kv.config import HybridConfig
 from hybrid_kv.ops import get_ops
 from hybrid_kv.runtime.cache_context import CacheContext, FiniteGuard, IndexBuilds
 from hybrid_kv.runtime.engine_plan import EnginePlan
-from hybrid_kv.runtime.layer import LayerCache
-from hybrid_kv.runtime.layers import Layers
+from hybrid_kv.runtime.layer import LayerCache, Layers
 from hybrid_kv.runtime.step import GraphUse, Step
 from hybrid_kv.store import LayerStore
 from hybrid_kv.transfer import Executor, SyncExecutor, ThreadExecutor

@@ -26,8 +26,8 @@ from hybrid_kv.runtime.engine_plan import EnginePlan, SearchedEntries
 from hybrid_kv.runtime.step import Found, PlanReason, Step, reads_all
 from hybrid_kv.store import LayerStore, Row
 from hybrid_kv.store.live_index import LiveIndex
-from hybrid_kv.store.stamps import Stamp, Stamps
-from hybrid_kv.store.table import PageTable
+from hybrid_kv.store.memory import Stamp, Stamps
+from hybrid_kv.store.pool import PageTable
 from hybrid_kv.types import Demotion, LayerShape, PartialAttention, Read, SearchResult
 
 if TYPE_CHECKING:

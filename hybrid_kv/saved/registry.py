@@ -31,7 +31,6 @@ from hybrid_kv.errors import (
     WriteError,
     said,
 )
-from hybrid_kv.models.cache_layers import HybridLayer
 from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.saved.file_blocks import verify_context
 from hybrid_kv.saved.folders import ContextFolder, num_bytes
@@ -46,7 +45,7 @@ from hybrid_kv.saved.identity import (
 from hybrid_kv.saved.manifest import MANIFEST, read_manifest
 from hybrid_kv.saved.opening import open_context, read_ids
 from hybrid_kv.saved.saving import Provenance, save_context
-from hybrid_kv.types import Demotion, bytes_per_token
+from hybrid_kv.types import bytes_per_token
 
 DEFAULT_LIMIT = 20 * 2**30
 
@@ -194,7 +193,7 @@ class ContextRegistry:
         Raises:
             CapacityError, DeviceMemoryError: what stays resident does not fit.
         """
-        begin, whole = perf_counter(), not keeps_all(cache)
+        begin, whole = perf_counter(), not cache.keeps_all
         group, tokens = self._group(maker, cache.kv.config), ids[0].cpu()
         if len(tokens) < BLOCK_TOKENS:
             return 0
@@ -247,7 +246,7 @@ class ContextRegistry:
             Whether it was written. Where it cannot be, a ContextWarning says why.
         """
         group, tokens = self._group(maker, cache.kv.config), ids[0].cpu()
-        if not self._is_new(tokens, group, whole=not keeps_all(cache)):
+        if not self._is_new(tokens, group, whole=not cache.keeps_all):
             return False
         path = self._shelf.path_of(group, ids_hash(ids))
         try:
@@ -308,15 +307,6 @@ def _stamp(root: Path) -> tuple[int, int]:
 
 def _tell(what: str) -> None:
     warn(what, ContextWarning, stacklevel=2)
-
-
-def keeps_all(cache: TieredCache) -> bool:
-    """Whether every layer keeps every entry as it was, so that a context has its prefixes in it."""
-    if not all(isinstance(layer, HybridLayer) for layer in cache.layers):
-        return False  # a sliding window has its newest tokens only
-    method = cache.kv.means.method
-    rests = {method.seal(layer_idx, ()).rest for layer_idx in cache.kv.layers}
-    return rests <= {Demotion.KEEP, Demotion.OFFLOAD}
 
 
 def _limit(value: object) -> int:

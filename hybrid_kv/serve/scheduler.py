@@ -25,8 +25,7 @@ from hybrid_kv.models.joined import JoinedCache, why_alone
 from hybrid_kv.ops.native.linear import MAX_TOKENS
 from hybrid_kv.runtime import memory_errors
 from hybrid_kv.saved.registry import ContextRegistry
-from hybrid_kv.serve.prefill_queue import PrefillQueue
-from hybrid_kv.serve.prefix_cache import KeptPrefixes
+from hybrid_kv.serve.prefill_queue import KeptPrefixes, PrefillQueue
 from hybrid_kv.serve.requests import (
     EngineStats,
     Finished,

@@ -9,9 +9,8 @@ from hybrid_kv.store.cold_tier import (
 )
 from hybrid_kv.store.extent import ColdExtent, ExtentView, Retrieved, RetrievedPart
 from hybrid_kv.store.layer import LayerStore, ResidentStore, SelectFor
-from hybrid_kv.store.pool import ResidentView
+from hybrid_kv.store.pool import PageTable, ResidentView
 from hybrid_kv.store.row import Overflow, Row, RowMark
-from hybrid_kv.store.table import PageTable
 
 __all__ = [
     "ColdChain",

@@ -18,7 +18,7 @@ from hybrid_kv.rotary import Samples
 from hybrid_kv.store.extent import ColdExtent, ExtentView
 from hybrid_kv.store.index_builder import BuildRunner, InlineRunner, MakeIndex
 from hybrid_kv.store.live_index import IndexRefresh, LiveIndex
-from hybrid_kv.store.stamps import Stamps
+from hybrid_kv.store.memory import Stamps
 from hybrid_kv.types import LayerShape
 
 if TYPE_CHECKING:

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from hybrid_kv.ops.tail import Tail
 from hybrid_kv.store.live_index import LiveIndex
-from hybrid_kv.store.memory import allocate, enlarge
-from hybrid_kv.store.stamps import Stamps
+from hybrid_kv.store.memory import Stamps, allocate, enlarge
 from hybrid_kv.types import LayerShape
 
 if TYPE_CHECKING:

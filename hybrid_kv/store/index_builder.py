@@ -16,7 +16,7 @@ from torch import Tensor
 from hybrid_kv.ops.host_memory import give_back_freed
 from hybrid_kv.plugins import Index
 from hybrid_kv.rotary import Samples
-from hybrid_kv.store.stamps import Stamps
+from hybrid_kv.store.memory import Stamps
 
 MakeIndex = Callable[[], Index]
 BuildWork = Callable[[], None]

@@ -10,9 +10,8 @@ import torch
 from hybrid_kv.entries import Entries
 from hybrid_kv.errors import IntegrityError
 from hybrid_kv.store.cold_tier import ColdStore
-from hybrid_kv.store.pool import PagePool, arena_of
+from hybrid_kv.store.pool import PagePool, PageTable, arena_of
 from hybrid_kv.store.row import Row
-from hybrid_kv.store.table import PageTable
 from hybrid_kv.types import HIDDEN
 
 

@@ -15,9 +15,8 @@ from hybrid_kv.plugins import Placement
 from hybrid_kv.store.cold_tier import ColdStore
 from hybrid_kv.store.extent import ColdExtent
 from hybrid_kv.store.index_builder import MakeIndex
-from hybrid_kv.store.pool import PagePool, ResidentView
+from hybrid_kv.store.pool import PagePool, PageTable, ResidentView
 from hybrid_kv.store.row import Row
-from hybrid_kv.store.table import PageTable
 from hybrid_kv.types import HIDDEN, Demotion, LayerShape, bytes_per_token
 
 if TYPE_CHECKING:

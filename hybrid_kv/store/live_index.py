@@ -20,7 +20,7 @@ from hybrid_kv.errors import IndexBuildWarning
 from hybrid_kv.plugins import DeviceIndex, Index
 from hybrid_kv.rotary import Samples
 from hybrid_kv.store.index_builder import Build, BuildRunner, IndexBuilder, MakeIndex
-from hybrid_kv.store.stamps import Stamps
+from hybrid_kv.store.memory import Stamps
 from hybrid_kv.types import SearchResult
 
 PROMPT, LATEST, SPREAD = 768, 512, 768

@@ -17,7 +17,7 @@ from hybrid_kv.errors import MethodError
 from hybrid_kv.plugins import Placement
 from hybrid_kv.store.cold_tier import ColdChain
 from hybrid_kv.store.index_builder import MakeIndex
-from hybrid_kv.store.table import PageTable
+from hybrid_kv.store.pool import PageTable
 from hybrid_kv.types import HIDDEN, Demotion
 
 if TYPE_CHECKING:

@@ -75,7 +75,7 @@ def test_debug_shows_the_log_and_leaves_no_listener() -> None:
     shown = call(*WORDS, "--debug")
     assert shown.exit_code == 0, shown.output
     assert "hybrid_kv.models.load: loaded random:tiny" in shown.stderr
-    assert "hybrid_kv.runtime.layers: prompt ended: method hybrid" in shown.stderr
+    assert "hybrid_kv.runtime.layer: prompt ended: method hybrid" in shown.stderr
     assert "prompt ended" not in shown.stdout
     quiet = call(*WORDS)
     assert "hybrid_kv." not in quiet.stderr

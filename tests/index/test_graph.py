@@ -15,7 +15,7 @@ from torch import Tensor
 from hybrid_kv.config import HybridConfig, IndexConfig
 from hybrid_kv.errors import ConfigError, FileFormatError, ShapeError
 from hybrid_kv.index._file import read_arrays
-from hybrid_kv.index._trial import hold_out
+from hybrid_kv.index._graph_learner import hold_out
 from hybrid_kv.index.graph import GraphIndex
 from hybrid_kv.plugins import Index
 from hybrid_kv.types import Needs

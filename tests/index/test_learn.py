@@ -10,16 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybrid_kv.index._graph_learner import learn
-from hybrid_kv.index._trial import (
+from hybrid_kv.index._graph_learner import (
     Goal,
-    HeadReport,
-    Trial,
     choose,
     effective_dim,
     hold_out,
+    learn,
     num_like_later,
 )
+from hybrid_kv.index._trial import HeadReport, Trial
 from hybrid_kv.ops.key_graph import BuildParams, KeyGraph
 from hybrid_kv.rotary import Rotary, Samples
 

@@ -240,7 +240,7 @@ def test_an_interrupt_between_two_layers_of_ours_leaves_no_trace(
     """Not between modules of the model, but in what stores and attends."""
     from hybrid_kv.runtime import layer as layers
     from hybrid_kv.runtime.engine_plan import EnginePlan
-    from hybrid_kv.store.table import PageTable
+    from hybrid_kv.store.pool import PageTable
 
     model: Any = build("llama")
     ids = prompt(1, LENGTH + STEPS)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks.prefill_memory.run import LiveBytes
-from hybrid_kv.ops.kmeans import BLOCK_KEYS, SCRATCH_BYTES, portion, query_bytes, result_bytes
+from hybrid_kv.ops.triton import BLOCK_KEYS, SCRATCH_BYTES, portion, query_bytes, result_bytes
 
 LLAMA = (8, 2**17, 100)  # KV heads, keys, wanted
 QUERIES = 4 * 8192

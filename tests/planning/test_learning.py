@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.prefill_memory.run import LiveBytes
 from hybrid_kv.config import HybridConfig
-from hybrid_kv.ops.kmeans import SCRATCH_BYTES
+from hybrid_kv.ops.triton import SCRATCH_BYTES
 from hybrid_kv.planning.planner import Learning, learning_bytes
 from hybrid_kv.rotary import Rotary
 from hybrid_kv.runtime.layer_prompt import EvidenceCollector

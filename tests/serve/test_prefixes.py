@@ -14,7 +14,7 @@ import hybrid_kv as hkv
 from hybrid_kv.models.forwards import passing
 from hybrid_kv.saved.registry import ContextRegistry
 from hybrid_kv.serve import Engine, Limits, Request, RequestHandle, Sampling, Token
-from hybrid_kv.serve.prefix_cache import KeptPrefixes
+from hybrid_kv.serve.prefill_queue import KeptPrefixes
 from tests.models.folder import tokenizer
 from tests.serve.asking import NEW, alone, asked, prompt, read, slow, small_model, tiered, until
 

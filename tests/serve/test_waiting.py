@@ -11,7 +11,7 @@ import pytest
 from transformers import PreTrainedModel
 
 import hybrid_kv as hkv
-from hybrid_kv.runtime.layers import Layers
+from hybrid_kv.runtime.layer import Layers
 from hybrid_kv.saved.registry import ContextRegistry
 from hybrid_kv.serve import Engine, Limits, Prefilled, Request, RequestHandle, Token
 from hybrid_kv.serve.scheduler import Scheduler

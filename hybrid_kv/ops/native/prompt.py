@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from hybrid_kv.errors import ConfigError, ShapeError
-from hybrid_kv.ops import torch_cpu
 from hybrid_kv.ops.native import library
 from hybrid_kv.ops.native.attend import ROW_QUERIES, Visible, attend_rows, described, merge
 from hybrid_kv.ops.native.bindings import PromptStruct
@@ -253,6 +252,8 @@ def tiles_serve(dtype: torch.dtype, dim: int) -> bool:
 
 def measure(dtype: torch.dtype, dim: int, clock: Callable[[], float] = perf_counter) -> float:
     """Time of the engine's tiles over that of torch's kernel."""
+    from hybrid_kv.ops import torch_cpu
+
     q, k = (torch.ones(1, 1, n, dim, dtype=dtype) for n in (_QUERIES, _KEYS))
     ours = least_seconds(lambda: attend_prompt(q, k, k, scale=0.1, causal=False).out, clock)
     torchs = least_seconds(lambda: torch_cpu.attend(q, k, k, scale=0.1).out, clock)

@@ -39,7 +39,7 @@ def update_digests(pages: PagedKV, slots: Tensor) -> None:
 
 
 def append_token(pages: PagedKV, k: Tensor, v: Tensor, place: int, position: int) -> None:
-    """`reference_pages.append` of a token k, v [Hkv, D] and the digest of its page: one launch."""
+    """`PagedKV.store` of a token k, v [Hkv, D] and the digest of its page: one launch."""
     with on(pages.k):
         _append_kernel[(pages.k.shape[0],)](
             *_appended(pages, k, v), place, position, **_sizes(pages)

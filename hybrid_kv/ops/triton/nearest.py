@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hybrid_kv.ops.devices import on
-from hybrid_kv.ops.kmeans import BLOCK_KEYS, portion
+from hybrid_kv.ops.triton import BLOCK_KEYS, portion
 from hybrid_kv.ops.triton._common import MIN_DOT, padded, upcast
 
 _TILE_KEYS = 64

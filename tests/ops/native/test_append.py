@@ -29,7 +29,7 @@ def test_a_token_is_stored_as_by_the_definition(dtype: torch.dtype, digests: boo
         k, v = torch.randn(2, 2, 4, 9).to(dtype)[:, :, 1:2]  # heads far apart
         assert writer.takes(k, v)
         writer.append(k, v, place, 40 + place)
-        reference_pages.append(theirs, k, v, torch.tensor([place]), torch.tensor([40 + place]))
+        theirs.store(k, v, torch.tensor([place]), torch.tensor([40 + place]))
         reference_pages.update_digests(theirs, torch.tensor([place // 5]))
         for mine, right in zip(ours, theirs, strict=True):
             assert (mine is None and right is None) or torch.equal(mine, right)

@@ -369,11 +369,11 @@ def test_nearest_keys_are_those_of_brute_force(
 def test_queries_are_searched_in_portions_that_fit_into_the_scratch(
     ops: Ops, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from hybrid_kv.ops import kmeans
+    from hybrid_kv.ops import triton
 
     q, k = torch.randn(2, 11, 128, device=device), torch.randn(2, 300, 128, device=device)
     once = ops.nearest_keys(q, k, 3)
-    monkeypatch.setattr(kmeans, "SCRATCH_BYTES", 4 * 2 * kmeans.query_bytes(300, 3))
-    assert kmeans.portion(2, 300, 3) == 4
+    monkeypatch.setattr(triton, "SCRATCH_BYTES", 4 * 2 * triton.query_bytes(300, 3))
+    assert triton.portion(2, 300, 3) == 4
     assert torch.equal(ops.nearest_keys(q, k, 3), once)
     assert ops.nearest_keys(q[:, :0], k, 3).shape == (2, 0, 3)
