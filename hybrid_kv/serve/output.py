@@ -1,6 +1,6 @@
 """Tokens of an answer: drawn from logits as a request asks, exactly if asked, and made text.
 
-Stop strings may span several tokens. Grammars (JSON schemas, regular expressions, Lark) are kept to.
+Stop strings may span several tokens; grammars are JSON schemas, regular expressions or Lark.
 """
 
 from __future__ import annotations
