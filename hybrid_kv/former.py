@@ -85,15 +85,15 @@ _FOR_PLUG_INS = """
 """Names that left `hybrid_kv` for `hybrid_kv.plugin`."""
 
 MODULES = {
-    "api.building": "saved.unfinished saved.building",
+    "api.building": ".saved.unfinished .saved.building",
     "api.generation": "prefill stream",
     "api.tokens": "asked_messages template",
-    "cli.comparison": "eval.one_layer",
+    "cli.comparison": ".eval.one_layer",
     "contest.arguments": "cases contenders",
     "contest.evaluation": "run statistics",
     "contest.measure": "probe",
     "contest.prompts": "prose",
-    "contest.shared": "eval.prefilled",
+    "contest.shared": ".eval.prefilled",
     "entries": "attended",
     "eval.needle.vocabulary": "words",
     "eval.profiling.bench": "room",
@@ -122,10 +122,9 @@ MODULES = {
     "methods.snapkv": "ada_pyramid ada_snapkv headkv keydiff prompt_scored pyramidkv zipvl",
     "methods.whole_heads": "duo_attention fastgen head_scores razor_attention",
     "methods.windows": "full lm_infinite quest streaming_llm",
-    "models.cache_state": "fixed_state",
+    "models.cache_state": "cache_argument fixed_state forwards",
     "models.exact_steps": "prompt_lookup",
     "models.few_tokens": "linear_product",
-    "models.forwards": "cache_argument",
     "models.gguf_model": "gguf",
     "models.load": "hub",
     "models.local_models": "hub_files",
@@ -137,6 +136,7 @@ MODULES = {
     "planning.planner": "learning",
     "planning.rates": "forecast",
     "planning.traffic": "device_select first_token prefill_bytes",
+    "runtime.step": ".attention",
     "saved.file_blocks": "blocks rounding verify",
     "saved.folders": "context_folder folder shelf whole_folder",
     "saved.identity": "chain",
@@ -149,14 +149,14 @@ MODULES = {
     "serve.http.schemas": "errors",
     "serve.http.service": "extensions",
     "serve.http.tokenizer": "lengths texts",
-    "serve.output": "exact grammars sampling text",
+    "serve.output": "exact sampling text",
     "serve.prefill_queue": "pace prefix_cache prefixes prompts",
-    "serve.running": "active admission room watch.places",
+    "serve.running": "active admission room .watch.places",
     "serve.scheduler": "counters rounds tally",
     "testing.driving": "checks exact",
 }
 """Modules below `hybrid_kv`, each with the last parts of the names of those that it holds today;
-dotted if they lay in another package.
+whole behind a dot if they lay in another package.
 
 Of the packages for users and authors of plug-ins: what runtime, store, ops, transfer, report and
 cli are made of was never theirs to import.
@@ -173,8 +173,8 @@ def moved() -> dict[str, str]:
     }
     modules = {}
     for new, olds in MODULES.items():
-        package = new.rpartition(".")[0]
         for old in olds.split():
-            whole = ".".join(filter(None, ("hybrid_kv", "" if "." in old else package, old)))
+            place = ".".join(("hybrid_kv", *new.split(".")[:-1]))
+            whole = f"hybrid_kv{old}" if old[0] == "." else f"{place}.{old}"
             modules[whole] = f"'{whole}' is part of hybrid_kv.{new} today; import from there"
     return plug_ins | modules

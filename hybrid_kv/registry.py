@@ -9,12 +9,11 @@ name, as an entry point would; no lower level depends on what it finds there. Th
 
 Those of others are found by entry points: a distribution names its module under the group that is
 called as the provider (`hybrid_kv.methods`, `hybrid_kv.index`), and it is imported when the name is
-asked for. Without a distribution, `load_plugin` imports a module or a file.
+asked for.
 """
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,8 +21,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
-from importlib.util import module_from_spec, spec_from_file_location
-from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
 from pydantic import BaseModel
@@ -189,53 +186,3 @@ def _is_of(own: Plugin[Any], offer: EntryPoint) -> bool:
 
 def _distribution(offer: EntryPoint) -> str:
     return "an unknown package" if offer.dist is None else offer.dist.name
-
-
-def load_plugin(module: str) -> None:
-    """Imports a module that registers methods or index kinds.
-
-    Args:
-        module: its dotted name, or the path of a .py file.
-
-    Raises:
-        ConfigError: it cannot be imported, or registers nothing.
-    """
-    before, path = _others(), Path(module)
-    try:
-        name = _import_file(path) if path.suffix == ".py" else import_module(module).__name__
-    except ConfigError:
-        raise
-    except Exception as error:
-        way = "check it" if path.suffix == ".py" else "give the path of its .py file, or install it"
-        raise ConfigError(
-            f"plugin '{module}' must be a module that can be imported, got {type(error).__name__}: "
-            f"{error}; {way}"
-        ) from error
-    if _others() == before and not any(one.has_of(name) for one in Registry.all):
-        raise ConfigError(
-            f"plugin '{module}' must register a method or an index kind, got neither; decorate its "
-            "class with @METHODS.register(NAME) or @INDEXES.register(NAME)"
-        )
-
-
-def _others() -> list[set[str]]:
-    return [registry.others() for registry in Registry.all]
-
-
-def _import_file(path: Path) -> str:
-    """Imports a file once; the name of its module."""
-    place = path.resolve()
-    name = f"hybrid_kv_plugin_{place.stem}_{abs(hash(str(place))):x}"
-    if name in sys.modules:
-        return name
-    spec = spec_from_file_location(name, place)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"no module in {place}")
-    module = module_from_spec(spec)
-    sys.modules[name] = module  # pydantic looks up annotations there
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return name

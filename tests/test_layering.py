@@ -23,8 +23,8 @@ ROOT = Path(__file__).parents[1] / PACKAGE
 LEVELS = [
     {"types", "counts", "errors", "former", "masses", "registry", "rotary"},
     {"ops"},
-    {"attended", "config", "entries", "keywords", "plugin", "plugins", "ragged"},
-    {"attention", "index"},
+    {"config", "entries", "keywords", "plugin", "plugins", "ragged"},
+    {"index"},
     {"store"},
     {"transfer"},
     {"watch"},
@@ -170,7 +170,7 @@ UPWARD = {
     ),
     "by name": "from importlib import import_module\nimport_module('hybrid_kv.store')",
     "public names": "import hybrid_kv",
-    "sideways": "from hybrid_kv.attention import merge",
+    "sideways": "from hybrid_kv.runtime.step import merge",
 }
 
 

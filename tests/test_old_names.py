@@ -15,7 +15,7 @@ from hybrid_kv.former import MODULES, moved
 from hybrid_kv.plugin import __all__ as names_for_plug_ins
 
 OLD_AND_NEW = [
-    (old if "." in old else ".".join([*new.split(".")[:-1], old]), new)
+    (old[1:] if old[0] == "." else ".".join([*new.split(".")[:-1], old]), new)
     for new, olds in MODULES.items()
     for old in olds.split()
 ]

@@ -19,7 +19,7 @@ from hybrid_kv.config import HybridConfig
 from hybrid_kv.contest.shared import PrefilledPrompt, open_cache
 from hybrid_kv.eval.needle import Question, is_correct
 from hybrid_kv.models.attach import Attachment
-from hybrid_kv.models.forwards import passing
+from hybrid_kv.models.cache_state import passing
 from hybrid_kv.models.hf_cache import TieredCache
 
 _TEXT_STEP = 16

@@ -22,7 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import hybrid_kv as hkv
 from hybrid_kv.models import few_tokens
-from hybrid_kv.models.forwards import passing
+from hybrid_kv.models.cache_state import passing
 from hybrid_kv.runtime.layer import LayerCache
 
 PRODUCTS, CACHE, WRAPPERS, CUTS, OTHERS = PARTS = (

@@ -22,7 +22,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from hybrid_kv.models.forwards import passing
+from hybrid_kv.models.cache_state import passing
 
 if __name__ == "__main__":  # a script: what benchmarks share is beside its own folder
     sys.path.insert(0, str(Path(__file__).parents[2]))

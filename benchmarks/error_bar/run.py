@@ -40,7 +40,7 @@ from benchmarks.texts.run import in_rounds, restored
 from hybrid_kv.config import HybridConfig
 from hybrid_kv.contest.shared import PrefilledPrompt, open_cache, prefill
 from hybrid_kv.models.attach import Attachment
-from hybrid_kv.models.forwards import passing
+from hybrid_kv.models.cache_state import passing
 from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.types import Evidence, PartialAttention
 from hybrid_kv.watch.token_errors import HalvedStep, halves_of, spreads_of

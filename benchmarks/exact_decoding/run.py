@@ -39,8 +39,8 @@ from hybrid_kv.config import HybridConfig
 from hybrid_kv.eval.filling import SyntheticContext
 from hybrid_kv.eval.needle import Sample, is_correct, make_sample
 from hybrid_kv.models.cache_layers import hybrid_layers
+from hybrid_kv.models.cache_state import passing
 from hybrid_kv.models.exact_steps import ExactWork
-from hybrid_kv.models.forwards import passing
 from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.report.compact import compact
 from hybrid_kv.report.environment import probe_environment

@@ -12,7 +12,7 @@ from transformers.cache_utils import DynamicLayer
 
 from benchmarks.gpu_check.device_memory import Footprint
 from benchmarks.gpu_check.sizes import Sizes
-from hybrid_kv.models.forwards import passing
+from hybrid_kv.models.cache_state import passing
 from hybrid_kv.models.load import load_model
 
 _WARMUP_NEW = 3

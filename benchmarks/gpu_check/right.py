@@ -18,7 +18,7 @@ from benchmarks.gpu_check.end_to_end import prompt
 from benchmarks.gpu_check.limits import Difference, largest
 from benchmarks.gpu_check.record import Recorder
 from benchmarks.gpu_check.sizes import Sizes
-from hybrid_kv.models.forwards import passing
+from hybrid_kv.models.cache_state import passing
 from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.models.load import load_model
 from hybrid_kv.runtime import KVCache

@@ -23,7 +23,7 @@ from benchmarks.gpu_check.busy import profiled
 from benchmarks.gpu_check.record import Recorder
 from benchmarks.gpu_check.sizes import Sizes
 from hybrid_kv.eval.filling import SyntheticContext, filled_cache
-from hybrid_kv.models.forwards import passing
+from hybrid_kv.models.cache_state import passing
 from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.models.load import load_model
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from hybrid_kv.models.forwards import passing
+from hybrid_kv.models.cache_state import passing
 
 if __name__ == "__main__":  # a script: the other benchmarks' folder is beside its own
     sys.path.insert(0, str(Path(__file__).parents[2]))

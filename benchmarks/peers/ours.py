@@ -9,7 +9,7 @@ import sys
 from time import perf_counter, process_time
 from typing import Any
 
-from hybrid_kv.models.forwards import passing
+from hybrid_kv.models.cache_state import passing
 
 SIDES: dict[str, dict[str, Any]] = {
     "full": {"method": "full"},

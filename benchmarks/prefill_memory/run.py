@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, PreTra
 
 import hybrid_kv as hkv
 from hybrid_kv.config import parse_count
-from hybrid_kv.models.forwards import passing
+from hybrid_kv.models.cache_state import passing
 from hybrid_kv.report.compact import compact
 
 

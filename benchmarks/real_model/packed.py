@@ -29,7 +29,7 @@ import torch
 
 from benchmarks.real_model.text import prose
 from hybrid_kv.errors import GgufWarning
-from hybrid_kv.models.forwards import passing
+from hybrid_kv.models.cache_state import passing
 from hybrid_kv.models.gguf_model import smollm2_file
 from hybrid_kv.models.load import load_model, load_tokenizer
 from hybrid_kv.report.compact import compact

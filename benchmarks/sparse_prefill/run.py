@@ -38,7 +38,7 @@ from benchmarks.texts.make import TEXTS
 from benchmarks.texts.run import in_rounds, prompt_of
 from hybrid_kv.config import HybridConfig
 from hybrid_kv.eval.needle import Sample, is_correct, make_sample
-from hybrid_kv.models.forwards import passing
+from hybrid_kv.models.cache_state import passing
 from hybrid_kv.ops import get_ops
 from hybrid_kv.ops.native.library import work_alone
 from hybrid_kv.report.compact import compact

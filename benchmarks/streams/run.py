@@ -30,7 +30,7 @@ from benchmarks.common.surroundings import surroundings
 from hybrid_kv.config import parse_count
 from hybrid_kv.eval.filling import SyntheticContext, filled_cache
 from hybrid_kv.models.attach import Attachment
-from hybrid_kv.models.forwards import passing
+from hybrid_kv.models.cache_state import passing
 from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.models.joined import JoinedCache
 from hybrid_kv.models.shapes import random_config

@@ -15,7 +15,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 
 from hybrid_kv.errors import ConfigError, said
 from hybrid_kv.keywords import refuse_unknown
-from hybrid_kv.models.forwards import CACHE_NAMES
+from hybrid_kv.models.cache_state import CACHE_NAMES
 
 
 class LoadOptions(TypedDict, total=False):

@@ -29,7 +29,7 @@ from hybrid_kv.api.llm import LLM, Prompt
 from hybrid_kv.api.tokens import AskedMessages, checked, is_chat
 from hybrid_kv.api.turn import check_room
 from hybrid_kv.errors import ConfigError, WriteError
-from hybrid_kv.models.forwards import outside_graphs, pass_on, passing, replaced
+from hybrid_kv.models.cache_state import outside_graphs, pass_on, passing, replaced
 from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.models.layer_major import decoder_stacks
 from hybrid_kv.runtime import memory_errors

@@ -31,7 +31,7 @@ from hybrid_kv.api.tokens import (
 )
 from hybrid_kv.api.turn import Model, Turn, check_room
 from hybrid_kv.errors import ConfigError, MethodError, said
-from hybrid_kv.models.forwards import passing
+from hybrid_kv.models.cache_state import passing
 from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.models.rollback import ReturnPoint, rolled_back
 from hybrid_kv.runtime import memory_errors

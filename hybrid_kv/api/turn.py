@@ -39,9 +39,9 @@ from hybrid_kv.api.prefixes import Prefixes
 from hybrid_kv.api.tokens import NO_TEMPLATE, ChatTemplate, decode_text
 from hybrid_kv.errors import ConfigError
 from hybrid_kv.models.attach import Attachment
+from hybrid_kv.models.cache_state import passing
 from hybrid_kv.models.exact_decoding import ExactDecoding
 from hybrid_kv.models.exact_steps import check_exact, drop_inexact
-from hybrid_kv.models.forwards import passing
 from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.models.support import check_context
 from hybrid_kv.runtime import Stage, check_host_memory, memory_errors

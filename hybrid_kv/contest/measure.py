@@ -23,7 +23,7 @@ from hybrid_kv.contest.prompts import AskedQuestion, Prompt, PromptBuilder, Scor
 from hybrid_kv.contest.shared import PrefilledPrompt, SharedPrompt
 from hybrid_kv.models.attach import Attachment
 from hybrid_kv.models.cache_layers import HybridLayer
-from hybrid_kv.models.forwards import passing
+from hybrid_kv.models.cache_state import passing
 from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.models.rollback import rolled_back
 from hybrid_kv.planning.plan import ModelFacts

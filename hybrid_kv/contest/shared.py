@@ -17,7 +17,7 @@ from torch import Tensor
 from hybrid_kv.config import HybridConfig
 from hybrid_kv.models.attach import Attachment
 from hybrid_kv.models.cache_layers import HybridLayer, copied_state
-from hybrid_kv.models.forwards import passing
+from hybrid_kv.models.cache_state import passing
 from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.models.rollback import ReturnPoint
 from hybrid_kv.runtime import KVCache, LayerCache

@@ -12,7 +12,8 @@ from torch import Tensor
 from hybrid_kv.index._sketch_head import QuerySpace, plan_of, sketch_map
 from hybrid_kv.index._sketch_learn import hold_out_block
 from hybrid_kv.ops import Ops
-from hybrid_kv.ops.devices import bus_copies, staged
+from hybrid_kv.ops.devices import staged
+from hybrid_kv.ops.pinned import bus_copies
 from hybrid_kv.ops.sketch_codes import MAX_DIMS, SketchPlan
 from hybrid_kv.ops.sketch_select import (
     DeviceCodes,

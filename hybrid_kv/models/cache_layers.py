@@ -16,8 +16,7 @@ from transformers.cache_utils import (
 )
 
 from hybrid_kv.errors import ConfigError
-from hybrid_kv.models.cache_state import CacheState
-from hybrid_kv.models.forwards import outside_graphs
+from hybrid_kv.models.cache_state import CacheState, outside_graphs
 from hybrid_kv.runtime import LayerCache
 from hybrid_kv.types import Evidence, PartialAttention
 

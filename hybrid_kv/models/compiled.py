@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch._dynamo.exc import Unsupported
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
-from hybrid_kv.attention import apply_sink
 from hybrid_kv.errors import BackendUnavailable, IntegrityError, UnsupportedModelError
 from hybrid_kv.models.cache_layers import HybridLayer, tiered_layers
 from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.models.packed_linear import WAY_OUT, packed_modules
+from hybrid_kv.runtime.step import apply_sink
 from hybrid_kv.types import PartialAttention
 
 NAME = "hybrid_kv_graph"

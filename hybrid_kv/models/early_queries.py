@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from hybrid_kv.models.forwards import outside_graphs
+from hybrid_kv.models.cache_state import outside_graphs
 from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.models.support import AWAY, TOLERANCE, OneToken, entering, run_one_token, told
 from hybrid_kv.rotary import Rotary

@@ -30,8 +30,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hybrid_kv.errors import ConfigError
-from hybrid_kv.models.cache_state import stuck_layers
-from hybrid_kv.models.forwards import passing
+from hybrid_kv.models.cache_state import passing, stuck_layers
 from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.models.packed_linear import PackedLinear
 from hybrid_kv.plugins import Method

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 from torch.nn import functional
 
-from hybrid_kv.models.forwards import replaced
+from hybrid_kv.models.cache_state import replaced
 from hybrid_kv.models.support import is_plain_linear
 from hybrid_kv.ops.native.library import Pool, check, engine_state, pool_here
 from hybrid_kv.ops.native.linear import MAX_TOKENS, BoundLinear, bind, linear, multiplies

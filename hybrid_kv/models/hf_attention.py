@@ -16,13 +16,12 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function, flash_attention_mask
 
-from hybrid_kv.attention import apply_sink, attend, attend_causal, group_queries
 from hybrid_kv.errors import ConfigError, UnsupportedModelError
 from hybrid_kv.models.cache_layers import SlidingLayer, layer_of
-from hybrid_kv.models.cache_state import seen_on_host, with_copy
-from hybrid_kv.models.forwards import outside_graphs
+from hybrid_kv.models.cache_state import outside_graphs, seen_on_host, with_copy
 from hybrid_kv.ops import get_ops
 from hybrid_kv.ops.devices import staged
+from hybrid_kv.runtime.step import apply_sink, attend, attend_causal, group_queries
 from hybrid_kv.types import PartialAttention
 
 NAME = "hybrid_kv"

@@ -21,8 +21,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from hybrid_kv.errors import ConfigError
 from hybrid_kv.models.cache_layers import HybridLayer, hybrid_layers, tag, tiered_layers
-from hybrid_kv.models.cache_state import NOT_ATTACHED
-from hybrid_kv.models.forwards import outside_graphs
+from hybrid_kv.models.cache_state import NOT_ATTACHED, outside_graphs
 from hybrid_kv.models.hf_cache import ServedCache, TieredCache, check_attended
 from hybrid_kv.models.support import text_config
 from hybrid_kv.runtime.engine_plan import EnginePlan

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hybrid_kv.errors import ConfigError
-from hybrid_kv.models.forwards import outside_graphs, pass_on, replaced
+from hybrid_kv.models.cache_state import outside_graphs, pass_on, replaced
 from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.models.prompt_layers import MIN_TOKENS, widened, widened_bytes
 from hybrid_kv.store.memory import allocate

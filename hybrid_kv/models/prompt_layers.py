@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from torch.nn.modules import module as torch_module
 
-from hybrid_kv.models.forwards import replaced
+from hybrid_kv.models.cache_state import replaced
 from hybrid_kv.models.support import is_plain_linear
 
 MIN_TOKENS = 64

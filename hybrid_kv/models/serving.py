@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from hybrid_kv.config import HybridConfig
 from hybrid_kv.errors import BusyError, ConfigError
 from hybrid_kv.models import hf_attention
-from hybrid_kv.models.forwards import CACHE_ARGUMENT, outside_graphs, passed, renamed
+from hybrid_kv.models.cache_state import CACHE_ARGUMENT, outside_graphs, passed, renamed
 from hybrid_kv.models.hf_cache import ServedCache, TieredCache
 from hybrid_kv.models.layer_major import LayerMajorPrefill
 from hybrid_kv.models.support import check_context, text_config, text_parts

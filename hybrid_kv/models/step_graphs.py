@@ -25,9 +25,8 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 from hybrid_kv.models.cache_layers import HybridLayer, hybrid_layers
-from hybrid_kv.models.cache_state import is_written_in_place, states_of
+from hybrid_kv.models.cache_state import CACHE_ARGUMENT, is_written_in_place, states_of
 from hybrid_kv.models.early_queries import is_idle_on_devices
-from hybrid_kv.models.forwards import CACHE_ARGUMENT
 from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.ops.pinned import CaptureBusyError
 from hybrid_kv.runtime import PlanReason

@@ -29,7 +29,7 @@ from hybrid_kv.errors import (
     said,
 )
 from hybrid_kv.models.cache_layers import keeps_keys, tiered_layers
-from hybrid_kv.models.forwards import CACHE_ARGUMENT
+from hybrid_kv.models.cache_state import CACHE_ARGUMENT
 from hybrid_kv.ops import device_of, get_ops
 from hybrid_kv.ops.devices import backends_on, too_old, triton_state
 from hybrid_kv.ops.operations import FUSED

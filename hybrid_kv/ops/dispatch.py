@@ -15,8 +15,7 @@ from hybrid_kv.ops import native
 from hybrid_kv.ops import operations as op
 from hybrid_kv.ops.devices import DEVICE_BACKENDS
 from hybrid_kv.ops.native.attend import FEW_QUERIES, ROW_QUERIES
-from hybrid_kv.ops.native.pages import PageWriter
-from hybrid_kv.ops.native.rows import DTYPES
+from hybrid_kv.ops.native.rows import DTYPES, PageWriter
 from hybrid_kv.ops.native.step import ColdEntries, LayerPlan, ResidentPages
 from hybrid_kv.ops.operations import (
     BACKENDS,

@@ -135,7 +135,12 @@ ATTEND_PAGES = _Attention("attend_pages", _triton("paged"), _FLASHINFER, _define
 MERGE = _Attention("merge", _native(), _triton("paged"), _defined())
 PLAN_STEP = Operation[None]("plan_step", _native(name="LayerPlan"))
 
-PAGE_SCORES = Operation[Tensor]("page_scores", _native(), _triton("digests"), _of_pages())
+PAGE_SCORES = Operation[Tensor](
+    "page_scores",
+    _native(module="hybrid_kv.ops.native.pages"),
+    _triton("digests"),
+    _of_pages(),
+)
 CHOOSE_PAGES = Operation[Tensor]("choose_pages", _triton("digests"), _of_pages(uses="page_scores"))
 CHOOSE_LISTED = Operation[Tensor](
     "choose_listed", _triton("digests", "listed_page_scores"), _of_pages("listed_page_scores")

@@ -399,3 +399,31 @@ class PinnedRows:
         elif not self.locked:
             self.locked = self.capacity  # plain
         return count <= self.locked
+
+
+def bus_copies(target: Tensor, source: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Parts of a target with those of its source, one of which is host memory: a copy each.
+
+    A part is contiguous on the host, since torch would copy anything else into plain memory first,
+    and wait; and it lies within one locked range, since CUDA refuses what lies in several.
+    """
+    host = source if source.is_cpu else target
+    here = _num_in_one_range(host)
+    if (host.ndim > 1 and not host.is_contiguous()) or (host.ndim > 2 and here < len(host)):
+        for part, from_ in zip(target, source, strict=True):
+            yield from bus_copies(part, from_)
+    elif host.ndim == 0 or here == len(host):
+        yield target, source.contiguous() if source.is_cpu else source
+    else:
+        yield target[:here], source[:here]
+        yield from bus_copies(target[here:], source[here:])
+
+
+def _num_in_one_range(host: Tensor) -> int:
+    """The number of first rows of a contiguous host tensor that lie in one locked range."""
+    if not host.numel():
+        return len(host)
+    address, row_bytes = host.data_ptr(), host.nbytes // len(host) if host.ndim else host.nbytes
+    end = locked_end(address)
+    count = len(host) if host.ndim else 1
+    return count if end is None else min(count, (end - address) // row_bytes)

@@ -9,11 +9,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hybrid_kv.attention import attend, empty_partial, merge_partials
 from hybrid_kv.errors import MethodError
 from hybrid_kv.ops.tail import AttendedSums, Form, Tail, capped
 from hybrid_kv.runtime.cold_plan import cold_bytes
-from hybrid_kv.runtime.step import ColdBudget, Step, count_cold, stacked
+from hybrid_kv.runtime.step import (
+    ColdBudget,
+    Step,
+    attend,
+    count_cold,
+    empty_partial,
+    merge_partials,
+    stacked,
+)
 from hybrid_kv.store import ColdExtent, Retrieved, RetrievedPart, Row
 from hybrid_kv.store.search import (
     ByExtent,

@@ -8,12 +8,20 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from hybrid_kv.attention import attend, attend_causal, empty_partial
 from hybrid_kv.entries import Entries
 from hybrid_kv.ops import Ops
 from hybrid_kv.runtime.cold import ColdOps, ColdPart, ask_cold, attend_cold
 from hybrid_kv.runtime.cold_plan import ColdPlan
-from hybrid_kv.runtime.step import ColdBudget, PlanReason, Step, pinned_pages, stacked
+from hybrid_kv.runtime.step import (
+    ColdBudget,
+    PlanReason,
+    Step,
+    attend,
+    attend_causal,
+    empty_partial,
+    pinned_pages,
+    stacked,
+)
 from hybrid_kv.store import Row
 from hybrid_kv.transfer import Transfer
 from hybrid_kv.types import Budget, Demotion, PartialAttention, Read, TokenBudget

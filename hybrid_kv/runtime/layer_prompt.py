@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor
 
-from hybrid_kv.attention import attend, attend_causal, group_queries, merge_partials
 from hybrid_kv.ops import Ops
 from hybrid_kv.plugins import Placement
 from hybrid_kv.rotary import Rotary, Samples
+from hybrid_kv.runtime.step import attend, attend_causal, group_queries, merge_partials
 from hybrid_kv.store import LayerStore, Row
 from hybrid_kv.transfer import Executor
 from hybrid_kv.types import Evidence, LayerShape, Needs, PartialAttention

@@ -16,7 +16,6 @@ from warnings import warn
 import torch
 from torch import Tensor
 
-from hybrid_kv.attention import empty_partial, merge_partials
 from hybrid_kv.errors import DeviceSelectWarning
 from hybrid_kv.index._device_keys import device_bytes
 from hybrid_kv.index.auto import AutoIndex
@@ -25,7 +24,7 @@ from hybrid_kv.index.sketch import SketchIndex
 from hybrid_kv.ops import Ops
 from hybrid_kv.ops.tail import Tail
 from hybrid_kv.plugins import DeviceIndex, Index, Placement
-from hybrid_kv.runtime.step import Step, stacked
+from hybrid_kv.runtime.step import Step, empty_partial, merge_partials, stacked
 from hybrid_kv.store import ExtentView, LayerStore, Retrieved, RetrievedPart, Row, SelectFor
 from hybrid_kv.store.index_builder import MakeIndex
 from hybrid_kv.store.live_index import LiveIndex

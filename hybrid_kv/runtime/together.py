@@ -17,13 +17,16 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from hybrid_kv.attention import attend, merge_partials
-from hybrid_kv.ops.native.library import pool_here
-from hybrid_kv.ops.native.step import JointRun
+from hybrid_kv.ops.native import library
+from hybrid_kv.ops.native.bindings import (
+    OneStepStruct,
+)
+from hybrid_kv.ops.native.library import Pool, pool_here
+from hybrid_kv.ops.native.step import LayerPlan
 from hybrid_kv.runtime.cache import KVCache
 from hybrid_kv.runtime.engine_plan import Begun, EnginePlan
 from hybrid_kv.runtime.layer import LayerCache
-from hybrid_kv.runtime.step import Step, count_cold
+from hybrid_kv.runtime.step import Step, attend, count_cold, merge_partials
 from hybrid_kv.store import ExtentView, Row
 from hybrid_kv.store.live_index import LiveIndex
 from hybrid_kv.store.search import search_extent
@@ -346,3 +349,30 @@ class JointPlan:
                 plan.take_back(one)
                 parts.append(None)
         return parts
+
+
+class JointRun:
+    """The steps that several plans were told of, as one call; a step that fails fails alone.
+
+    Args:
+        plans: of one engine; not for several threads at once.
+    """
+
+    def __init__(self, plans: Sequence[LayerPlan]) -> None:
+        self._plans = tuple(plans)
+        self._engine = plans[0].engine
+        self._steps = (OneStepStruct * len(plans))(*[plan.one for plan in plans])
+
+    def run(self, pool: Pool | None = None) -> list[bool]:
+        """By plan whether its step was made; one that was not says why when it is made alone.
+
+        Args:
+            pool: threads that share the work; None for the calling one.
+        """
+        handle, steps = None if pool is None else pool.handle, self._steps
+        status = self._engine.hkv_attend_steps(handle, len(steps), steps)
+        for plan in self._plans:
+            plan.reads = ()
+        if status:
+            library.check(self._engine, status)
+        return [step.status == 0 for step in steps]

@@ -16,7 +16,7 @@ from hybrid_kv.errors import ConfigError, HybridKVError, said
 from hybrid_kv.models.exact_steps import ExactWork
 
 if TYPE_CHECKING:
-    from hybrid_kv.serve.output import Grammar
+    from hybrid_kv.serve.grammars import Grammar
 
 Reason: TypeAlias = Literal["stop", "length", "cancelled", "timeout", "error"]
 """Why an answer ended."""

@@ -20,8 +20,8 @@ from torch import Tensor
 from hybrid_kv.api.llm import LLM
 from hybrid_kv.errors import BusyError, CapacityError, ConfigError, DeviceMemoryError, HybridKVError
 from hybrid_kv.masses import logits_of
+from hybrid_kv.models.cache_state import passing
 from hybrid_kv.models.exact_steps import drop_inexact
-from hybrid_kv.models.forwards import passing
 from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.models.layer_major import free_bytes
 from hybrid_kv.runtime import Stage, check_host_memory, spare_host_memory

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from hybrid_kv.api.llm import LLM
-from hybrid_kv.models.forwards import passing
+from hybrid_kv.models.cache_state import passing
 from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.models.joined import JoinedCache, why_alone
 from hybrid_kv.ops.native.linear import MAX_TOKENS

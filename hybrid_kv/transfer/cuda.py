@@ -19,9 +19,8 @@ from typing import Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from hybrid_kv.ops.devices import bus_copies
 from hybrid_kv.ops.native.library import work_beside
-from hybrid_kv.ops.pinned import device_in_use, pinned_array, pinned_empty
+from hybrid_kv.ops.pinned import bus_copies, device_in_use, pinned_array, pinned_empty
 from hybrid_kv.store import all_finite
 from hybrid_kv.store.index_builder import run_into
 from hybrid_kv.transfer.executor import Executor, SyncExecutor, Transfer, Work

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from hybrid_kv.errors import ConfigError
-from hybrid_kv.ops.devices import bus_copies
 from hybrid_kv.ops.native.library import work_alone
 from hybrid_kv.store import all_finite
 from hybrid_kv.store.index_builder import run_into
@@ -149,8 +148,12 @@ class SyncExecutor:
     def send(self, tensor: Tensor, into: Tensor | None = None) -> Transfer:
         if into is None:
             return CompletedTransfer(tensor.to("cpu"))
-        # On the host one copy does it; of a device each locked range is one of its own.
-        for target, source in [(into, tensor)] if tensor.is_cpu else bus_copies(into, tensor):
+        if tensor.is_cpu:
+            into.copy_(tensor)
+            return CompletedTransfer(into)
+        from hybrid_kv.ops.pinned import bus_copies
+
+        for target, source in bus_copies(into, tensor):
             target.copy_(source)
         return CompletedTransfer(into)
 

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 import hybrid_kv as hkv
 from hybrid_kv.errors import ConfigError
-from hybrid_kv.models.forwards import passing
+from hybrid_kv.models.cache_state import passing
 from tests.contracts.architectures import PAD, VOCAB, build
 from tests.kit import cache_of
 from tests.models.folder import CONTEXT, model, tokenizer

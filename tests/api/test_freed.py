@@ -23,7 +23,7 @@ import hybrid_kv as hkv
 from hybrid_kv.errors import CapacityError, HybridKVError
 from hybrid_kv.index.flat import FlatIndex
 from hybrid_kv.index.graph import GraphIndex
-from hybrid_kv.models.forwards import passing
+from hybrid_kv.models.cache_state import passing
 from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.watch.audit import Look
 from tests.kit import cache_of, kept_alive, wait_for_builds

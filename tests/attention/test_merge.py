@@ -6,9 +6,9 @@ from itertools import pairwise, permutations
 import pytest
 import torch
 
-from hybrid_kv.attention import apply_sink, empty_partial, merge_partials
 from hybrid_kv.errors import ShapeError
 from hybrid_kv.ops import reference
+from hybrid_kv.runtime.step import apply_sink, empty_partial, merge_partials
 from hybrid_kv.types import PartialAttention
 from tests.oracle import softmax_attention
 from tests.tolerances import TOLERANCES, Tolerance

@@ -3,15 +3,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hybrid_kv.attention import (
-    attend,
-    attend_causal,
-    group_queries,
-)
 from hybrid_kv.errors import ShapeError
 from hybrid_kv.ops import get_ops
 from hybrid_kv.ops.operations import BACKENDS, why_unavailable
 from hybrid_kv.runtime.decode import attend_ragged
+from hybrid_kv.runtime.step import (
+    attend,
+    attend_causal,
+    group_queries,
+)
 from tests.oracle import causal, softmax_attention, spread
 from tests.tolerances import TOLERANCES
 

@@ -27,7 +27,7 @@ from transformers import (
 )
 
 import hybrid_kv as hkv
-from hybrid_kv.models.forwards import passing
+from hybrid_kv.models.cache_state import passing
 from hybrid_kv.plugins import METHODS
 from tests.contracts.architectures import (
     ARCHITECTURES,

@@ -20,7 +20,7 @@ import hybrid_kv as hkv
 from hybrid_kv.config import IndexConfig
 from hybrid_kv.methods.retrieval import split_budget
 from hybrid_kv.methods.tidal_decode import Choices, ReusingIndex, SelectingIndex
-from hybrid_kv.models.forwards import passing
+from hybrid_kv.models.cache_state import passing
 from hybrid_kv.models.load import load_model
 from hybrid_kv.ops.native import engine_state
 from hybrid_kv.ops.tail import moments_bytes

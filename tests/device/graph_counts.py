@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 import hybrid_kv as hkv
-from hybrid_kv.models.forwards import passing
+from hybrid_kv.models.cache_state import passing
 from hybrid_kv.runtime import KVCache
 from tests.device.emulate import emulated
 from tests.device.models import llama, small, tokens

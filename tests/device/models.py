@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import hybrid_kv as hkv
 from hybrid_kv.errors import ConfigError
-from hybrid_kv.models.forwards import passing
+from hybrid_kv.models.cache_state import passing
 from hybrid_kv.plugins import METHODS
 from tests.device.cuda import values
 

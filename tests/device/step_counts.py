@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 import hybrid_kv as hkv
-from hybrid_kv.models.forwards import passing
+from hybrid_kv.models.cache_state import passing
 from hybrid_kv.plugins import METHODS
 from tests.device.emulate import emulated
 from tests.device.machine import Counts, Machine

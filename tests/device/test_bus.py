@@ -9,7 +9,7 @@ import torch
 
 import hybrid_kv as hkv
 from hybrid_kv.index import _device_keys
-from hybrid_kv.models.forwards import passing
+from hybrid_kv.models.cache_state import passing
 from hybrid_kv.models.support import inspect_model
 from hybrid_kv.planning.designs import Designs, DesignStep, Host
 from hybrid_kv.planning.plan import ModelFacts

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import hybrid_kv as hkv
-from hybrid_kv.models.forwards import passing
+from hybrid_kv.models.cache_state import passing
 from tests.contracts.architectures import build
 from tests.device import emulated
 from tests.device.cuda import values

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import hybrid_kv as hkv
-from hybrid_kv.models.forwards import passing
+from hybrid_kv.models.cache_state import passing
 from tests.device import emulated
 from tests.device.models import llama, tokens
 from tests.device.step_counts import INTERPRETED, config_of

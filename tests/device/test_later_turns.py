@@ -14,7 +14,7 @@ from torch import Tensor
 
 import hybrid_kv as hkv
 from hybrid_kv.errors import CapacityError, PinnedMemoryWarning
-from hybrid_kv.models.forwards import passing
+from hybrid_kv.models.cache_state import passing
 from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.ops import pinned
 from hybrid_kv.store.pinned_allocator import PinnedAllocator

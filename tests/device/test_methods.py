@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import hybrid_kv as hkv
-from hybrid_kv.models.forwards import passing
+from hybrid_kv.models.cache_state import passing
 from hybrid_kv.plugins import METHODS
 from tests.device import emulated
 from tests.device.models import llama, logits_of, small, tokens

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import hybrid_kv as hkv
-from hybrid_kv.models.forwards import passing
+from hybrid_kv.models.cache_state import passing
 from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.types import Work
 from tests.device import emulated

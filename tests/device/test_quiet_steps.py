@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import hybrid_kv as hkv
-from hybrid_kv.models.forwards import passing
+from hybrid_kv.models.cache_state import passing
 from tests.contracts.architectures import build
 from tests.device import emulated
 from tests.device.machine import Recording, differences

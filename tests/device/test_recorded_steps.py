@@ -12,7 +12,7 @@ from torch import Tensor
 
 import hybrid_kv as hkv
 from hybrid_kv.index import _device_keys
-from hybrid_kv.models.forwards import passing
+from hybrid_kv.models.cache_state import passing
 from hybrid_kv.ops import tail
 from tests.device import Machine, emulated
 from tests.device.cuda import values

@@ -10,7 +10,7 @@ import torch
 
 import hybrid_kv as hkv
 from hybrid_kv.errors import DeviceSelectWarning
-from hybrid_kv.models.forwards import passing
+from hybrid_kv.models.cache_state import passing
 from hybrid_kv.ops import Ops
 from hybrid_kv.ops.tail import Tail
 from hybrid_kv.runtime.sparse_prefill import SparsePrefill, prefill_loss

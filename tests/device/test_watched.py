@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import hybrid_kv as hkv
-from hybrid_kv.models.forwards import passing
+from hybrid_kv.models.cache_state import passing
 from hybrid_kv.models.joined import JoinedCache
 from tests.device import emulated
 from tests.device.cuda import values

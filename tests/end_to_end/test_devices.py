@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import hybrid_kv as hkv
 from hybrid_kv.eval.needle import make_sample
-from hybrid_kv.models.forwards import passing
+from hybrid_kv.models.cache_state import passing
 from hybrid_kv.models.load import NEEDLE_PATH
 
 NEW = 20  # more than a window of 16: pages leave it while tokens are made

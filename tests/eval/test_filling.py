@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 import hybrid_kv as hkv
 from hybrid_kv.errors import ConfigError
 from hybrid_kv.eval.filling import FilledKV, SyntheticContext, filled_cache
-from hybrid_kv.models.forwards import passing
+from hybrid_kv.models.cache_state import passing
 from hybrid_kv.models.load import load_model
 from hybrid_kv.runtime import KVCache
 from hybrid_kv.transfer.cuda import CudaExecutor

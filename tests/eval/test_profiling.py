@@ -24,7 +24,7 @@ from hybrid_kv.eval.profiling.bench import lack_of_room
 from hybrid_kv.eval.profiling.row import Overtime
 from hybrid_kv.eval.profiling.steps import StepWatch
 from hybrid_kv.index import _auto_choice
-from hybrid_kv.models.forwards import passing
+from hybrid_kv.models.cache_state import passing
 from hybrid_kv.models.load import load_model
 from hybrid_kv.ops.host_memory import FreeMemory
 from hybrid_kv.ops.native.library import engine_state

@@ -15,7 +15,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 import hybrid_kv as hkv
 from hybrid_kv.errors import BusyError, ConfigError, HybridKVError
-from hybrid_kv.models.forwards import passing
+from hybrid_kv.models.cache_state import passing
 from tests.contracts.edges.calls import anatomy
 from tests.models.folder import model, tokenizer
 

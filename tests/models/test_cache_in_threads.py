@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 import hybrid_kv as hkv
 from hybrid_kv.errors import BusyError, ConfigError
-from hybrid_kv.models.forwards import passing
+from hybrid_kv.models.cache_state import passing
 from hybrid_kv.models.joined import JoinedCache
 from hybrid_kv.models.rollback import rolled_back
 from tests.contracts.architectures import ARCHITECTURES

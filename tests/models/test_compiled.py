@@ -24,7 +24,7 @@ from transformers import (
 import hybrid_kv as hkv
 from hybrid_kv.errors import IntegrityError, UnsupportedModelError
 from hybrid_kv.models import compiled
-from hybrid_kv.models.forwards import passing
+from hybrid_kv.models.cache_state import passing
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 128,

@@ -12,8 +12,8 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 import hybrid_kv as hkv
 from hybrid_kv.errors import ConfigError
+from hybrid_kv.models.cache_state import passing
 from hybrid_kv.models.exact_steps import ExactWork
-from hybrid_kv.models.forwards import passing
 from hybrid_kv.plugins import METHODS
 from tests.contracts.architectures import ARCHITECTURES, SLIDING_WINDOW, VOCAB, build
 from tests.contracts.edges.calls import fresh

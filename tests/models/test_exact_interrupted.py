@@ -19,8 +19,8 @@ from transformers import (
 
 import hybrid_kv as hkv
 from hybrid_kv.errors import BusyError, ConfigError
+from hybrid_kv.models.cache_state import passing
 from hybrid_kv.models.exact_decoding import ExactDecoding
-from hybrid_kv.models.forwards import passing
 from tests.contracts.architectures import build
 from tests.contracts.edges.calls import fresh
 from tests.contracts.edges.further_models import further_config

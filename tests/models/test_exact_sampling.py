@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 import hybrid_kv as hkv
-from hybrid_kv.models.forwards import passing
+from hybrid_kv.models.cache_state import passing
 from tests.contracts.architectures import build
 from tests.models.exact_calls import NEW, answer, ids, small
 from tests.models.folder import model

@@ -12,8 +12,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import hybrid_kv as hkv
 from hybrid_kv.models import few_tokens
+from hybrid_kv.models.cache_state import passing
 from hybrid_kv.models.few_tokens import FewTokens, Products, ProductTrial, measure, trial
-from hybrid_kv.models.forwards import passing
 from hybrid_kv.ops.native.linear import MAX_TOKENS
 from tests.contracts.edges.calls import anatomy
 from tests.models.engine_products import note_products

@@ -26,7 +26,7 @@ from hybrid_kv.errors import (
     ModelNotFoundError,
     UnsupportedModelError,
 )
-from hybrid_kv.models.forwards import passing
+from hybrid_kv.models.cache_state import passing
 from hybrid_kv.models.gguf_model import smollm2_file
 from hybrid_kv.models.load import load_config, load_model
 from hybrid_kv.models.packed_linear import PackedEmbedding, PackedLinear, packed_modules

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import hybrid_kv as hkv
 from hybrid_kv.errors import BrokenCacheError, IntegrityError
-from hybrid_kv.models.forwards import passing
+from hybrid_kv.models.cache_state import passing
 from hybrid_kv.models.joined import JoinedCache
 from hybrid_kv.plugins import METHODS
 from tests.contracts.architectures import build

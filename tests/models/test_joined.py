@@ -13,7 +13,7 @@ import hybrid_kv as hkv
 from hybrid_kv.errors import ConfigError, NonFiniteError, UnsupportedModelError
 from hybrid_kv.models import hf_attention
 from hybrid_kv.models.attach import Attachment, HybridCache
-from hybrid_kv.models.forwards import passing
+from hybrid_kv.models.cache_state import passing
 from hybrid_kv.models.joined import JoinedCache, why_alone
 from hybrid_kv.runtime.engine_plan import EnginePlan
 from tests.contracts.architectures import ARCHITECTURES, PAD, VOCAB, build

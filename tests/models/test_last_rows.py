@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 import hybrid_kv as hkv
-from hybrid_kv.models.forwards import passing
+from hybrid_kv.models.cache_state import passing
 from hybrid_kv.models.layer_major import decoder_stacks
 from tests.contracts.architectures import ARCHITECTURES, PAD, VOCAB, build
 

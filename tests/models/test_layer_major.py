@@ -15,7 +15,7 @@ import hybrid_kv as hkv
 from hybrid_kv.api.building import from_layer
 from hybrid_kv.errors import ConfigError
 from hybrid_kv.models import layer_major
-from hybrid_kv.models.forwards import passing
+from hybrid_kv.models.cache_state import passing
 from hybrid_kv.models.layer_major import LayerMajorPrefill, chunk_size, lie_on_host
 from tests.contracts.architectures import PAD, VOCAB, build
 from tests.contracts.edges.further_models import further_config

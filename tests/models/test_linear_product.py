@@ -22,8 +22,8 @@ import hybrid_kv as hkv
 from benchmarks.common.layer_cost import PARTS, PRODUCTS, WRAPPERS, LayerCounter
 from benchmarks.common.step_cost import counted
 from hybrid_kv.models import few_tokens
+from hybrid_kv.models.cache_state import passing
 from hybrid_kv.models.few_tokens import FewTokens, ProductTrial
-from hybrid_kv.models.forwards import passing
 from tests.models.engine_products import note_products
 from tests.models.test_few_tokens import TIERED, prompt, tiny
 from tests.ops.native.engines import needs_engine

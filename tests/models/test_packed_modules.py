@@ -16,9 +16,9 @@ import hybrid_kv as hkv
 from hybrid_kv.api.heads import observe_heads, observing
 from hybrid_kv.errors import ConfigError, OtherContextError, UnsupportedModelError
 from hybrid_kv.models import few_tokens, prompt_layers
+from hybrid_kv.models.cache_state import passing
 from hybrid_kv.models.early_queries import EarlyQueries
 from hybrid_kv.models.few_tokens import FewTokens, ProductTrial
-from hybrid_kv.models.forwards import passing
 from hybrid_kv.models.load import load_model
 from hybrid_kv.models.prompt_layers import WideningTrial, widened, widened_bytes
 from hybrid_kv.models.support import devices_of, inspect_model, stored_tensors

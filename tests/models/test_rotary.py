@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import hybrid_kv as hkv
 from hybrid_kv.index.flat import FlatIndex
-from hybrid_kv.models.forwards import passing
+from hybrid_kv.models.cache_state import passing
 from hybrid_kv.models.support import find_rotary, inspect_model
 from hybrid_kv.rotary import Rotary
 from hybrid_kv.types import Needs

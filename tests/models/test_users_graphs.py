@@ -14,7 +14,7 @@ from transformers import DynamicCache
 
 import hybrid_kv as hkv
 from hybrid_kv.models import compiled
-from hybrid_kv.models.forwards import passing
+from hybrid_kv.models.cache_state import passing
 from tests.contracts.architectures import ARCHITECTURES
 from tests.contracts.edges.calls import CLOSE, fresh, greedy, prompt
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import hybrid_kv as hkv
 from hybrid_kv.models import prompt_layers, serving
-from hybrid_kv.models.forwards import passing
+from hybrid_kv.models.cache_state import passing
 from hybrid_kv.models.prompt_layers import (
     MIN_TOKENS,
     WideningTrial,

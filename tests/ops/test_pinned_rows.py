@@ -13,8 +13,7 @@ import torch
 
 from hybrid_kv.errors import PinnedMemoryWarning
 from hybrid_kv.ops import get_ops, pinned
-from hybrid_kv.ops.devices import bus_copies
-from hybrid_kv.ops.pinned import PinnedRows, pinned_array
+from hybrid_kv.ops.pinned import PinnedRows, bus_copies, pinned_array
 from tests.ops.fake_cudart import Code, FakeCudart, fake_cuda
 
 SIZES = [((2, 3, 40_000, 24), torch.float32), ((2, 1, 5000, 7), torch.float16)]

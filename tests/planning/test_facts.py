@@ -17,8 +17,7 @@ from transformers import (
 )
 
 from hybrid_kv.errors import ConfigError, ModelNotFoundError
-from hybrid_kv.models.cache_state import states_of
-from hybrid_kv.models.forwards import passing
+from hybrid_kv.models.cache_state import passing, states_of
 from hybrid_kv.models.load import load_config, load_model
 from hybrid_kv.planning.plan import ModelFacts, model_facts
 from tests.contracts.edges.further_models import further_config

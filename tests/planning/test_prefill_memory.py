@@ -16,7 +16,7 @@ from transformers import (
 
 from benchmarks.prefill_memory.run import LiveBytes, build, layer_major_peak, plain_peak
 from hybrid_kv.models import prompt_layers
-from hybrid_kv.models.forwards import passing
+from hybrid_kv.models.cache_state import passing
 from hybrid_kv.ops import Ops
 from hybrid_kv.planning.plan import ModelFacts, other_layers
 from hybrid_kv.planning.traffic import PrefillBytes, prefill_peak_bytes

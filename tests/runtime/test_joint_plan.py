@@ -9,7 +9,7 @@ import torch
 
 import hybrid_kv as hkv
 from hybrid_kv.errors import NonFiniteError
-from hybrid_kv.models.forwards import passing
+from hybrid_kv.models.cache_state import passing
 from hybrid_kv.models.joined import JoinedCache
 from hybrid_kv.ops.native import step as native_step
 from hybrid_kv.ops.native.library import Pool
@@ -99,7 +99,7 @@ def test_an_interrupt_in_the_call_stores_nothing(monkeypatch: pytest.MonkeyPatch
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(native_step.JointRun, "run", interrupted)
+        patched.setattr(together.JointRun, "run", interrupted)
         with pytest.raises(KeyboardInterrupt):
             take(rows, [row.tokens.next(1) for row in rows])
     for row, kept in zip(rows, before, strict=True):
@@ -122,7 +122,7 @@ def test_who_is_looked_at_steps_alone() -> None:
 @torch.inference_mode()
 def test_a_model_s_rows_are_one_call_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = {"alone": 0, "joint": 0}
-    for owner, name in ((native_step.LayerPlan, "alone"), (native_step.JointRun, "joint")):
+    for owner, name in ((native_step.LayerPlan, "alone"), (together.JointRun, "joint")):
 
         def counted(self: Any, *args: Any, own: Any = owner.run, key: str = name) -> Any:
             calls[key] += 1

@@ -14,7 +14,7 @@ import hybrid_kv as hkv
 from hybrid_kv.contest.arguments import contenders
 from hybrid_kv.errors import ConfigError, NonFiniteError, OtherContextError
 from hybrid_kv.eval.profiling.arguments import ProfileArguments
-from hybrid_kv.models.forwards import passing
+from hybrid_kv.models.cache_state import passing
 from hybrid_kv.ops import Ops, get_ops
 from hybrid_kv.runtime.sparse_prefill import SparsePrefill, prefill_loss
 from hybrid_kv.types import KEY_BLOCK, BlockMask, PartialAttention

@@ -13,7 +13,7 @@ import hybrid_kv as hkv
 from hybrid_kv.errors import NonFiniteError
 from hybrid_kv.models import joined
 from hybrid_kv.models.attach import Attachment, HybridCache
-from hybrid_kv.models.forwards import passing
+from hybrid_kv.models.cache_state import passing
 from hybrid_kv.models.joined import JoinedCache
 from hybrid_kv.ops.native.step import LayerPlan
 from hybrid_kv.runtime import cold, together

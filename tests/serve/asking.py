@@ -11,7 +11,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import hybrid_kv as hkv
-from hybrid_kv.models.forwards import passing
+from hybrid_kv.models.cache_state import passing
 from hybrid_kv.serve import Engine, Finished, Prefilled, Request, RequestHandle, Sampling, Token
 from tests.contracts.architectures import scale_weights
 

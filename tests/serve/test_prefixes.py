@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 import hybrid_kv as hkv
-from hybrid_kv.models.forwards import passing
+from hybrid_kv.models.cache_state import passing
 from hybrid_kv.saved.registry import ContextRegistry
 from hybrid_kv.serve import Engine, Limits, Request, RequestHandle, Sampling, Token
 from hybrid_kv.serve.prefill_queue import KeptPrefixes

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
-from hybrid_kv.models.forwards import passing
+from hybrid_kv.models.cache_state import passing
 from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.types import Work
 from hybrid_kv.watch.phases import ATTENTION, BETWEEN, FORWARD, PHASES

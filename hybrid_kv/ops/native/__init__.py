@@ -17,11 +17,11 @@ from hybrid_kv.ops.native.attend import (
     attend_retrieved,
     attend_rows,
     merge,
-    serves,
     serves_merge,
 )
 from hybrid_kv.ops.native.library import Pool, engine_state
-from hybrid_kv.ops.native.pages import PageDigests, PageWriter
+from hybrid_kv.ops.native.pages import PageDigests, page_scores
+from hybrid_kv.ops.native.rows import PageWriter, serves
 from hybrid_kv.ops.native.step import LayerPlan
 from hybrid_kv.types import PartialAttention
 
@@ -75,8 +75,3 @@ def attend_visible(
     """See `reference.attend_visible`; for few queries."""
     visible = Visible(positions, newest, new)
     return attend_rows(q, k, v, scale=scale, softcap=softcap, visible=visible, pool=pool)
-
-
-def page_scores(q: Tensor, key_min: Tensor, key_max: Tensor, *, pool: Pool | None = None) -> Tensor:
-    """See `reference_pages.page_scores`."""
-    return PageDigests(key_min, key_max).scores(q.float(), pool=pool)

@@ -20,7 +20,7 @@ from hybrid_kv.ops.native.bindings import (
     VisibleStruct,
 )
 from hybrid_kv.ops.native.library import Pool, find_engine
-from hybrid_kv.ops.native.rows import DTYPES, is_readable
+from hybrid_kv.ops.native.rows import DTYPES, described
 from hybrid_kv.types import PartialAttention
 
 FEW_QUERIES = 64
@@ -43,60 +43,12 @@ class Visible(NamedTuple):
     new: int
 
 
-def serves(k: Tensor, v: Tensor) -> bool:
-    """Whether the engine is there and reads [..., N, D], two of one dtype, where they lie."""
-    if not k.is_cpu or k.dtype != v.dtype or k.dtype not in DTYPES or library.engine() is None:
-        return False
-    # Whole rows that do not overlap, as `is_readable` says, in the strides that every store has.
-    (*_, row, step), (*_, value_row, value_step) = k.stride(), v.stride()
-    if step == 1 == value_step and row >= k.shape[-1] and value_row >= v.shape[-1]:
-        return True
-    return is_readable(k) and is_readable(v)
-
-
 def serves_merge(parts: Sequence[PartialAttention], dtype: torch.dtype) -> bool:
     """Whether the engine is there and merges parts of these dtypes."""
     for out, lse in parts:
         if not (out.is_cpu and out.dtype in DTYPES and lse.dtype == torch.float32):
             return False
     return dtype in DTYPES and library.engine() is not None
-
-
-def described(keys: Tensor, values: Tensor) -> KVStruct:
-    """Of keys [..., H, N, D] and values [..., H, N, Dv], which must outlive it.
-
-    Raises:
-        ShapeError, ConfigError: they cannot be read or do not fit together.
-    """
-    *outer, count, dim = keys.shape
-    *value_outer, value_count, value_dim = values.shape
-    dtype = DTYPES.get(keys.dtype)
-    if outer != value_outer or count != value_count or keys.dtype != values.dtype:
-        raise ShapeError(
-            f"values must be [{', '.join(map(str, keys.shape[:-1]))}, Dv] {keys.dtype} as the "
-            f"keys, got {list(values.shape)} {values.dtype}"
-        )
-    if dtype is None:
-        raise ConfigError(
-            f"keys must be float32, float16 or bfloat16, got {keys.dtype}; convert them first"
-        )
-    *key_steps, key_row, key_step = keys.stride()
-    *value_steps, value_row, value_step = values.stride()
-    plain = key_step == 1 == value_step and key_row >= dim and value_row >= value_dim
-    readable = plain or (is_readable(keys) and is_readable(values))
-    if not (keys.is_cpu and values.is_cpu and readable):
-        raise ShapeError(
-            "keys and values must be on the host with contiguous rows, got shapes "
-            f"{list(keys.shape)} and {list(values.shape)} with strides {list(keys.stride())} and "
-            f"{list(values.stride())} on {keys.device} and {values.device}"
-        )
-    if count < 2:  # then torch gives any stride
-        key_row, value_row = dim, value_dim
-    return KVStruct(
-        *(keys.data_ptr(), count, key_row, dim, dtype),
-        *(values.data_ptr(), count, value_row, value_dim, dtype),
-        *(key_steps[0], key_steps[-1], value_steps[0], value_steps[-1]),
-    )
 
 
 def folded(kv: KVStruct) -> tuple[KeysStruct, KeysStruct]:

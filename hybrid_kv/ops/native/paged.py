@@ -24,7 +24,6 @@ from torch import Tensor
 from hybrid_kv.errors import ConfigError, NonFiniteError, ShapeError
 from hybrid_kv.ops.host_memory import host_array
 from hybrid_kv.ops.native import library
-from hybrid_kv.ops.native.attend import described
 from hybrid_kv.ops.native.bindings import (
     SEARCH_SKETCH,
     ColdStruct,
@@ -41,7 +40,7 @@ from hybrid_kv.ops.native.bindings import (
     StepStruct,
 )
 from hybrid_kv.ops.native.library import Pool, find_engine
-from hybrid_kv.ops.native.rows import DTYPES, describe, pool_handle
+from hybrid_kv.ops.native.rows import DTYPES, describe, described, pool_handle
 from hybrid_kv.ops.native.scans import map_struct
 from hybrid_kv.ops.sketch_codes import BLOCK_KEYS, LINE_BYTES, SketchMap
 from hybrid_kv.ops.tail import Tail, sizes_of_moments

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from hybrid_kv.errors import ConfigError, ShapeError
 from hybrid_kv.ops.native import library
-from hybrid_kv.ops.native.attend import ROW_QUERIES, Visible, attend_rows, described, merge
+from hybrid_kv.ops.native.attend import ROW_QUERIES, Visible, attend_rows, merge
 from hybrid_kv.ops.native.bindings import PromptStruct
 from hybrid_kv.ops.native.library import Pool, find_engine
-from hybrid_kv.ops.native.rows import DTYPES
+from hybrid_kv.ops.native.rows import DTYPES, described
 from hybrid_kv.types import KEY_BLOCK, BlockMask, PartialAttention
 
 

@@ -1,4 +1,6 @@
-"""Keys for the engine: descriptors of the caller's rows, and quantised copies of them."""
+"""Keys and values for the engine: descriptors of the caller's rows, quantised copies of them, and
+the writer of tokens to pages.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,16 @@ from torch import Tensor
 from hybrid_kv.errors import ConfigError, ShapeError
 from hybrid_kv.ops.host_memory import host_array
 from hybrid_kv.ops.native import library
-from hybrid_kv.ops.native.bindings import BLOCK_KEYS, LEVELS, KeysStruct, QuantisedStruct
+from hybrid_kv.ops.native.bindings import (
+    BLOCK_KEYS,
+    LEVELS,
+    KeysStruct,
+    KVStruct,
+    PagesStruct,
+    QuantisedStruct,
+)
 from hybrid_kv.ops.native.library import Pool, find_engine
+from hybrid_kv.types import PagedKV
 
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _MIN_CAPACITY = 256
@@ -230,3 +240,107 @@ class QuantisedKeys:
 def _generous(count: int) -> int:
     """Room for so many keys and those that follow; what is not written takes no memory."""
     return -(-max(count + count // 4, _MIN_CAPACITY) // BLOCK_KEYS) * BLOCK_KEYS
+
+
+def serves(k: Tensor, v: Tensor) -> bool:
+    """Whether the engine is there and reads [..., N, D], two of one dtype, where they lie."""
+    if not k.is_cpu or k.dtype != v.dtype or k.dtype not in DTYPES or library.engine() is None:
+        return False
+    # Whole rows that do not overlap, as `is_readable` says, in the strides that every store has.
+    (*_, row, step), (*_, value_row, value_step) = k.stride(), v.stride()
+    if step == 1 == value_step and row >= k.shape[-1] and value_row >= v.shape[-1]:
+        return True
+    return is_readable(k) and is_readable(v)
+
+
+def described(keys: Tensor, values: Tensor) -> KVStruct:
+    """Of keys [..., H, N, D] and values [..., H, N, Dv], which must outlive it.
+
+    Raises:
+        ShapeError, ConfigError: they cannot be read or do not fit together.
+    """
+    *outer, count, dim = keys.shape
+    *value_outer, value_count, value_dim = values.shape
+    dtype = DTYPES.get(keys.dtype)
+    if outer != value_outer or count != value_count or keys.dtype != values.dtype:
+        raise ShapeError(
+            f"values must be [{', '.join(map(str, keys.shape[:-1]))}, Dv] {keys.dtype} as the "
+            f"keys, got {list(values.shape)} {values.dtype}"
+        )
+    if dtype is None:
+        raise ConfigError(
+            f"keys must be float32, float16 or bfloat16, got {keys.dtype}; convert them first"
+        )
+    *key_steps, key_row, key_step = keys.stride()
+    *value_steps, value_row, value_step = values.stride()
+    plain = key_step == 1 == value_step and key_row >= dim and value_row >= value_dim
+    readable = plain or (is_readable(keys) and is_readable(values))
+    if not (keys.is_cpu and values.is_cpu and readable):
+        raise ShapeError(
+            "keys and values must be on the host with contiguous rows, got shapes "
+            f"{list(keys.shape)} and {list(values.shape)} with strides {list(keys.stride())} and "
+            f"{list(values.stride())} on {keys.device} and {values.device}"
+        )
+    if count < 2:  # then torch gives any stride
+        key_row, value_row = dim, value_dim
+    return KVStruct(
+        *(keys.data_ptr(), count, key_row, dim, dtype),
+        *(values.data_ptr(), count, value_row, value_dim, dtype),
+        *(key_steps[0], key_steps[-1], value_steps[0], value_steps[-1]),
+    )
+
+
+class PageWriter:
+    """Appends tokens to pages, one by one.
+
+    struct: of the engine, for who stores a token in a larger call.
+
+    Args:
+        pages: on the host, each tensor contiguous, k and v of a dtype of DTYPES; kept by reference.
+        engine: another library than the one in use.
+
+    Raises:
+        BackendUnavailable: there is no engine.
+    """
+
+    def __init__(self, pages: PagedKV, *, engine: ctypes.CDLL | None = None) -> None:
+        self._engine = find_engine(engine)
+        self.pages = pages
+        heads, slots, size, dim = pages.k.shape
+        self._size, self._dtype = size, pages.k.dtype
+        value_dim = pages.v.shape[3]
+        self._sizes = (
+            ((heads, 1, dim), (heads, 1, value_dim)),
+            (*((1, heads, 1, dim), (1, heads, 1, value_dim)),),
+        )
+        lows, highs = (
+            None if digests is None else digests.data_ptr()
+            for digests in (pages.key_min, pages.key_max)
+        )
+        self.struct = PagesStruct(
+            *(pages.k.data_ptr(), pages.v.data_ptr(), pages.positions.data_ptr(), lows, highs),
+            *(slots, size, heads, dim, pages.v.shape[3], DTYPES[pages.k.dtype]),
+        )
+
+    def takes(self, k: Tensor, v: Tensor) -> bool:
+        """Whether k, v [Hkv, 1, D], or [1, Hkv, 1, D], can be stored from where they lie."""
+        dtype = self._dtype
+        if (k.shape, v.shape) not in self._sizes or k.dtype != dtype:
+            return False
+        near = k.is_cpu and v.is_cpu and v.dtype == dtype
+        return near and k.stride(-1) == 1 == v.stride(-1)
+
+    def append(self, k: Tensor, v: Tensor, place: int, position: int) -> None:
+        """Stores a token k, v [Hkv, 1, D] that it `takes`, and its page's digest anew.
+
+        Args:
+            place: slot * S + offset; the page is filled up to there.
+        """
+        slot, offset = divmod(place, self._size)
+        status = self._engine.hkv_append(
+            byref(self.struct),
+            *(k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0)),
+            *(slot, offset, position),
+        )
+        if status:
+            library.check(self._engine, status)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hybrid_kv.errors import ShapeError
 from hybrid_kv.ops.native import library
-from hybrid_kv.ops.native.attend import described, folded
+from hybrid_kv.ops.native.attend import folded
 from hybrid_kv.ops.native.bindings import (
     SEARCH_GRAPH,
     ColdStruct,
@@ -29,8 +29,7 @@ from hybrid_kv.ops.native.bindings import (
     TailStruct,
 )
 from hybrid_kv.ops.native.library import Pool, fields_of, find_engine
-from hybrid_kv.ops.native.pages import PageWriter
-from hybrid_kv.ops.native.rows import DTYPES
+from hybrid_kv.ops.native.rows import DTYPES, PageWriter, described
 from hybrid_kv.ops.tail import Form, Tail, sizes_of_moments
 from hybrid_kv.types import PartialAttention, SearchReads
 
@@ -406,33 +405,6 @@ class LayerPlan:
             addresses = out.data_ptr(), lse.data_ptr(), address
             results.append(_Results(PartialAttention(out, lse), found, addresses))
         return results
-
-
-class JointRun:
-    """The steps that several plans were told of, as one call; a step that fails fails alone.
-
-    Args:
-        plans: of one engine; not for several threads at once.
-    """
-
-    def __init__(self, plans: Sequence[LayerPlan]) -> None:
-        self._plans = tuple(plans)
-        self._engine = plans[0].engine
-        self._steps = (OneStepStruct * len(plans))(*[plan.one for plan in plans])
-
-    def run(self, pool: Pool | None = None) -> list[bool]:
-        """By plan whether its step was made; one that was not says why when it is made alone.
-
-        Args:
-            pool: threads that share the work; None for the calling one.
-        """
-        handle, steps = None if pool is None else pool.handle, self._steps
-        status = self._engine.hkv_attend_steps(handle, len(steps), steps)
-        for plan in self._plans:
-            plan.reads = ()
-        if status:
-            library.check(self._engine, status)
-        return [step.status == 0 for step in steps]
 
 
 class _Results(NamedTuple):

@@ -34,7 +34,7 @@ from hybrid_kv.errors import (
     nearest_name,
     said,
 )
-from hybrid_kv.serve.output import ANY_OBJECT, GrammarText
+from hybrid_kv.serve.grammars import ANY_OBJECT, GrammarText
 
 _TYPES = {
     401: "authentication_error",

@@ -20,8 +20,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hybrid_kv.api.tokens import ChatTemplate, token_ids
 from hybrid_kv.config import HybridConfig
 from hybrid_kv.errors import ConfigError
+from hybrid_kv.serve.grammars import Grammar, GrammarReader, GrammarText
 from hybrid_kv.serve.http.schemas import ApiError
-from hybrid_kv.serve.output import Grammar, GrammarReader, GrammarText
 
 T = TypeVar("T")
 

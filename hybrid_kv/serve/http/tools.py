@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybrid_kv.errors import ConfigError
-from hybrid_kv.serve.output import SPACING, GrammarText
+from hybrid_kv.serve.grammars import SPACING, GrammarText
 
 _BEGIN, _END = "<tool_call>", "</tool_call>"
 _FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*?)(?:</function>\s*)?", re.DOTALL)

@@ -14,7 +14,7 @@ from transformers import (
 
 import hybrid_kv as hkv
 from hybrid_kv.errors import HybridKVError
-from hybrid_kv.models.forwards import passing
+from hybrid_kv.models.cache_state import passing
 from tests.contracts.architectures import (
     ARCHITECTURES,
     build,

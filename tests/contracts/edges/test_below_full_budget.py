@@ -20,7 +20,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hybrid_kv as hkv
-from hybrid_kv.models.forwards import passing
+from hybrid_kv.models.cache_state import passing
 from tests.contracts.architectures import (
     ARCHITECTURES,
     build,

@@ -20,7 +20,7 @@ from transformers import (
 )
 
 import hybrid_kv as hkv
-from hybrid_kv.models.forwards import passing
+from hybrid_kv.models.cache_state import passing
 from tests.contracts.architectures import (
     PAD,
     build,

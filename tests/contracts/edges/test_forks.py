@@ -13,7 +13,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 
 import hybrid_kv as hkv
 from hybrid_kv.errors import ConfigError
-from hybrid_kv.models.forwards import passing
+from hybrid_kv.models.cache_state import passing
 from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.plugins import METHODS
 from hybrid_kv.types import bytes_per_token

@@ -12,7 +12,7 @@ from transformers import DynamicCache
 
 import hybrid_kv as hkv
 from hybrid_kv.errors import ConfigError
-from hybrid_kv.models.forwards import passing
+from hybrid_kv.models.cache_state import passing
 from tests.contracts.architectures import build, build_on_host, strict_torch
 from tests.contracts.edges.test_forks import CELLS, drawn
 from tests.kit import cache_of

@@ -11,7 +11,7 @@ from transformers import DynamicCache
 import hybrid_kv as hkv
 from hybrid_kv.entries import Entries
 from hybrid_kv.errors import MethodError
-from hybrid_kv.models.forwards import passing
+from hybrid_kv.models.cache_state import passing
 from hybrid_kv.plugins import METHODS, Method
 from tests.contracts.architectures import build
 from tests.contracts.edges.calls import CLOSE, expected, greedy, prompt

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import hybrid_kv as hkv
-from hybrid_kv.models.forwards import passing
+from hybrid_kv.models.cache_state import passing
 from tests.contracts.architectures import PAD, VOCAB, build, build_on_host
 from tests.device.placement import placed
 

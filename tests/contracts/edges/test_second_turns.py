@@ -9,7 +9,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 
 import hybrid_kv as hkv
 from hybrid_kv.errors import ConfigError, UnsupportedModelError
-from hybrid_kv.models.forwards import passing
+from hybrid_kv.models.cache_state import passing
 from tests.contracts.architectures import PAD
 from tests.contracts.edges.calls import CLOSE, PROMPT, config, fresh, greedy, prompt
 from tests.contracts.edges.further_models import FURTHER, NOT_TIERED, further_config

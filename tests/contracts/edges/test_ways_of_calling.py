@@ -20,7 +20,7 @@ from transformers import (
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hybrid_kv as hkv
-from hybrid_kv.models.forwards import CACHE_NAMES, passing
+from hybrid_kv.models.cache_state import CACHE_NAMES, passing
 from tests.contracts.architectures import (
     ARCHITECTURES,
 )

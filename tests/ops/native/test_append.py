@@ -7,7 +7,7 @@ import torch
 
 from hybrid_kv.ops import reference_pages
 from hybrid_kv.ops.native import engine_state
-from hybrid_kv.ops.native.pages import PageWriter
+from hybrid_kv.ops.native.rows import PageWriter
 from hybrid_kv.types import HIDDEN, PagedKV
 
 pytestmark = pytest.mark.skipif(engine_state().isa is None, reason="no engine")
