@@ -87,7 +87,9 @@ _FOR_PLUG_INS = """
 MODULES = {
     "api.building": ".saved.unfinished .saved.building",
     "api.generation": "prefill stream",
+    "api.llm": "conversation",
     "api.tokens": "asked_messages template",
+    "api.turn": "prefixes",
     "cli.comparison": ".eval.one_layer",
     "contest.arguments": "cases contenders",
     "contest.evaluation": "run statistics",
@@ -95,12 +97,13 @@ MODULES = {
     "contest.prompts": "prose",
     "contest.shared": ".eval.prefilled",
     "entries": "attended",
-    "eval.needle.vocabulary": "words",
+    "eval.needle": ".eval.needle.samples",
+    "eval.needle.facts": "vocabulary words",
     "eval.profiling.bench": "room",
     "eval.tasks.base": "haystack measures words",
     "eval.tasks.data_sets": "infinite_bench longbench recorded ruler_files",
     "eval.tasks.documents": "perplexity",
-    "eval.tasks.ruler": "counting tracking",
+    "eval.tasks.ruler": "counting needles tracking",
     "index.clusters": "query_lists",
     "index.faiss_kinds": "hnsw ivf",
     "index.hashing": "hash_tables lsh",
@@ -144,6 +147,7 @@ MODULES = {
     "saved.registry": "counters",
     "serve.http.answers": "forms",
     "serve.http.app": "guard",
+    "serve.http.chat": "tools",
     "serve.http.metrics": "journal",
     "serve.http.page": "documents",
     "serve.http.schemas": "errors",
@@ -153,7 +157,7 @@ MODULES = {
     "serve.prefill_queue": "pace prefix_cache prefixes prompts",
     "serve.running": "active admission room .watch.places",
     "serve.scheduler": "counters rounds tally",
-    "testing.driving": "checks exact",
+    "testing": ".testing.checks .testing.driving .testing.exact",
 }
 """Modules below `hybrid_kv`, each with the last parts of the names of those that it holds today;
 whole behind a dot if they lay in another package.

@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import torch
 
-from hybrid_kv.report.environment import installed_version, probe_environment
+from hybrid_kv.report.run import installed_version, probe_environment
 
 CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 UNKNOWN_L3 = 32 * 2**20

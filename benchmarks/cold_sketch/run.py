@@ -31,7 +31,7 @@ from hybrid_kv.ops.native.rows import QuantisedKeys
 from hybrid_kv.ops.native.scans import FlatScan, SketchSearcher, SketchTier, stream
 from hybrid_kv.ops.sketch_codes import SketchMap, SketchPlan, pack_tiers
 from hybrid_kv.report.compact import compact
-from hybrid_kv.report.environment import probe_environment
+from hybrid_kv.report.run import probe_environment
 
 PLANS = {
     16: SketchPlan(((4, 8), (24, 4))),

@@ -17,8 +17,8 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, apply_rotary_pos_emb
 
+from hybrid_kv.eval.needle import is_correct
 from hybrid_kv.eval.needle.facts import Question
-from hybrid_kv.eval.needle.samples import is_correct
 
 KeysValues = tuple[Tensor, Tensor]
 """k and v of one layer, each [B, Hkv, N, D]."""

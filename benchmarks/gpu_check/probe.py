@@ -8,7 +8,7 @@ import torch
 
 from benchmarks.gpu_check.record import Recorder
 from benchmarks.gpu_check.sizes import Sizes
-from hybrid_kv.report.environment import probe_environment
+from hybrid_kv.report.run import probe_environment
 
 
 def measure(record: Recorder, sizes: Sizes, settings: dict[str, Any]) -> None:

@@ -29,7 +29,7 @@ from hybrid_kv.ops.native.library import Pool
 from hybrid_kv.ops.native.packed import PACKED_KINDS, PackedWeight, packed_linear
 from hybrid_kv.ops.native.scans import stream
 from hybrid_kv.report.compact import compact
-from hybrid_kv.report.environment import probe_environment
+from hybrid_kv.report.run import probe_environment
 
 SCALES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
 """Places of 16-bit floats in a block; others have one at its beginning."""

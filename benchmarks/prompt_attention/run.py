@@ -23,7 +23,7 @@ from benchmarks.common.surroundings import surroundings
 from hybrid_kv.ops import torch_cpu
 from hybrid_kv.ops.native.prompt import attend_prompt
 from hybrid_kv.report.compact import compact
-from hybrid_kv.report.environment import probe_environment
+from hybrid_kv.report.run import probe_environment
 from hybrid_kv.testing import softmax_attention
 from hybrid_kv.types import PartialAttention
 

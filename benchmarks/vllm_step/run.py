@@ -84,7 +84,7 @@ def engine(folder: str, tokens: int, settings: dict[str, Any] | None) -> Any:
         part = layer.kv_cache[first : first + len(some)]
         part.copy_(some[: len(part)])
     if settings is not None:
-        from hybrid_kv.vllm.layout import as_blocks
+        from hybrid_kv.vllm.batch import as_blocks
 
         own = layer.impl.hybrid
         queries = torch.randn(512, 32, 128).to(layer.kv_cache.dtype)

@@ -25,7 +25,7 @@ from hybrid_kv.ops.pinned import lock_limit_bytes, why_not_pinned
 from hybrid_kv.planning.plan import ModelFacts, model_facts
 from hybrid_kv.planning.rates import Rates, measure_rates
 from hybrid_kv.report import probe_environment
-from hybrid_kv.report.environment import PACKAGES, installed_version
+from hybrid_kv.report.run import PACKAGES, installed_version
 from hybrid_kv.report.schema import Check, DoctorReport
 
 _MODULES = {"hybrid-kv": "hybrid_kv", "faiss-cpu": "faiss"}

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from hybrid_kv.cli.options import OutputOptions
 from hybrid_kv.errors import ConfigError
-from hybrid_kv.report.environment import Environment, environment_on
 from hybrid_kv.report.files import check_files, write_file
 from hybrid_kv.report.run import (
     AuditReport,
+    Environment,
     ExactReport,
     MemoryBytes,
     Percentiles,
@@ -24,6 +24,7 @@ from hybrid_kv.report.run import (
     Run,
     TokenErrorReport,
     WorkReport,
+    environment_on,
 )
 from hybrid_kv.report.schema import to_json
 

@@ -32,7 +32,6 @@ from hybrid_kv.models.load import resolve_device
 from hybrid_kv.ops.native import engine_state
 from hybrid_kv.ops.native.library import pool_here
 from hybrid_kv.report import read_report
-from hybrid_kv.report.environment import environment_on
 from hybrid_kv.report.files import STDOUT, is_replaced
 from hybrid_kv.report.profile import (
     DEVICE_PEAK,
@@ -56,7 +55,7 @@ from hybrid_kv.report.profile import (
     Quantity,
     Unit,
 )
-from hybrid_kv.report.run import EstimateReport, MachineGbps, PhasesMs
+from hybrid_kv.report.run import EstimateReport, MachineGbps, PhasesMs, environment_on
 from hybrid_kv.report.schema import ProfileReport
 from hybrid_kv.watch.phases import Phases, cost_of_measuring
 

@@ -14,8 +14,8 @@ from hybrid_kv.errors import ConfigError, NoBudgetError, said, unknown_name, unk
 from hybrid_kv.eval.tasks import RULER, TASKS, Language, Task, TaskConfig
 from hybrid_kv.models.load import resolve_device
 from hybrid_kv.plugins import METHODS
-from hybrid_kv.report.environment import probe_cpu
 from hybrid_kv.report.evaluation import Asking
+from hybrid_kv.report.run import probe_cpu
 
 FULL = "full"
 """The method that all others are held against; it always takes part."""

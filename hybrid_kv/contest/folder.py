@@ -20,10 +20,9 @@ from pydantic import Field, ValidationError
 
 from hybrid_kv.config import first_sentence
 from hybrid_kv.errors import ConfigError
-from hybrid_kv.report.environment import installed_version
 from hybrid_kv.report.evaluation import Cell
 from hybrid_kv.report.files import write_file
-from hybrid_kv.report.run import Group
+from hybrid_kv.report.run import Group, installed_version
 
 VERSION: Final = 1
 _MANIFEST, _LOCK, _CELLS = "manifest.json", "lock", "cells"

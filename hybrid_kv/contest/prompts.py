@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from hybrid_kv.api.tokens import ChatTemplate, common_length
 from hybrid_kv.errors import ConfigError
 from hybrid_kv.eval.needle import Question, filler
-from hybrid_kv.eval.needle.vocabulary import TOKENS
+from hybrid_kv.eval.needle.facts import TOKENS
 from hybrid_kv.eval.tasks import Language, Room, Task, TextQuestion
 
 

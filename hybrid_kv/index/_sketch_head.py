@@ -341,7 +341,7 @@ class TierSearcher:
 
 def _module() -> Any:
     if engine() is None:
-        from hybrid_kv.ops.portable import sketch as portable
+        from hybrid_kv.ops import portable
 
         return portable
     from hybrid_kv.ops.native import scans as native

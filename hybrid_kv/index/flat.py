@@ -224,7 +224,7 @@ class _PortableInt8Scan:
         self._rerank = rerank
 
     def rebuild(self, keys: Tensor) -> None:
-        from hybrid_kv.ops.portable.rows import QuantisedKeys
+        from hybrid_kv.ops.portable import QuantisedKeys
 
         self._keys = keys
         self._quantised = QuantisedKeys(keys.shape[0], keys.shape[2])

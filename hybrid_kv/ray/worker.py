@@ -17,8 +17,8 @@ from hybrid_kv.contest.folder import Key
 from hybrid_kv.ray.cluster import NodeFacts
 from hybrid_kv.registry import load_plugin
 from hybrid_kv.report import Environment, probe_environment
-from hybrid_kv.report.environment import environment_on
 from hybrid_kv.report.evaluation import Cell, EvalRow
+from hybrid_kv.report.run import environment_on
 from hybrid_kv.saved.identity import model_identity
 
 

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from hybrid_kv.entries import Entries
 from hybrid_kv.ops import Ops
-from hybrid_kv.runtime.cold import ColdOps, ColdPart, ask_cold, attend_cold
-from hybrid_kv.runtime.cold_plan import ColdPlan
+from hybrid_kv.runtime.cold import ColdOps, ColdPart, ColdPlan, ask_cold, attend_cold
 from hybrid_kv.runtime.step import (
     ColdBudget,
     PlanReason,

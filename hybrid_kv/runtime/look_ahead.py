@@ -20,8 +20,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from hybrid_kv.rotary import Rotary
-from hybrid_kv.runtime.cold import ColdOps, ColdPart
-from hybrid_kv.runtime.cold_plan import ColdPlan
+from hybrid_kv.runtime.cold import ColdOps, ColdPart, ColdPlan
 from hybrid_kv.runtime.look_ahead_state import LookAheadResults, LookAheadState, best_named
 from hybrid_kv.runtime.step import ColdBudget, Step
 from hybrid_kv.store import LayerStore, Row

@@ -23,7 +23,7 @@ from hybrid_kv.ops.native.library import work_beside
 from hybrid_kv.ops.pinned import bus_copies, device_in_use, pinned_array, pinned_empty
 from hybrid_kv.store import all_finite
 from hybrid_kv.store.index_builder import run_into
-from hybrid_kv.transfer.executor import Executor, SyncExecutor, Transfer, Work
+from hybrid_kv.transfer import Executor, SyncExecutor, Transfer, Work
 from hybrid_kv.transfer.graph_cache import CudaRecorder, GraphCache, WorkRecorder
 from hybrid_kv.types import PartialAttention
 

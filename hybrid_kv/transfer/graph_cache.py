@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hybrid_kv.errors import DeviceSelectWarning
 from hybrid_kv.ops.pinned import CaptureBusyError, captures
-from hybrid_kv.transfer.executor import Work
+from hybrid_kv.transfer import Work
 from hybrid_kv.types import PartialAttention
 
 T = TypeVar("T")

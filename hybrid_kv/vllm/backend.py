@@ -22,9 +22,8 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 
 from hybrid_kv.ops.native.library import Pool
-from hybrid_kv.vllm.batch import CacheShape, Prompts, StepBatch, StepSequence
+from hybrid_kv.vllm.batch import CacheShape, Prompts, Scratch, StepBatch, StepSequence, as_blocks
 from hybrid_kv.vllm.layer import Kernel, PagedLayer
-from hybrid_kv.vllm.layout import Scratch, as_blocks
 from hybrid_kv.vllm.settings import check_config, check_layer, settings_of
 
 _log = logging.getLogger("vllm.hybrid_kv")

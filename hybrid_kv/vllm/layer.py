@@ -24,7 +24,7 @@ from torch import Tensor
 from hybrid_kv.errors import NonFiniteError
 from hybrid_kv.index._sketch_head import SketchMaker, plan_of
 from hybrid_kv.ops.native.library import Pool
-from hybrid_kv.ops.native.paged import (
+from hybrid_kv.ops.native.paged_cache import (
     PagedAttention,
     PagedDecode,
     PagedSketch,
@@ -33,8 +33,7 @@ from hybrid_kv.ops.native.paged import (
 )
 from hybrid_kv.ops.tail import SAMPLES, Tail
 from hybrid_kv.types import PartialAttention
-from hybrid_kv.vllm.batch import Prompts, SearchedDecodes, StepBatch, StepSequence
-from hybrid_kv.vllm.layout import Scratch, write
+from hybrid_kv.vllm.batch import Prompts, Scratch, SearchedDecodes, StepBatch, StepSequence, write
 
 MOST = 32
 """Beginnings of one layer whose moments are kept: those used last."""

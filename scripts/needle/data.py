@@ -15,9 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hybrid_kv.eval.needle import TASKS, facts
-from hybrid_kv.eval.needle import vocabulary as vocab
-from hybrid_kv.eval.needle.samples import draw_filler
+from hybrid_kv.eval.needle import TASKS, draw_filler, facts
+from hybrid_kv.eval.needle import facts as vocab
 from needle.recipe import Stage
 
 _NEAR_TOKENS = 64

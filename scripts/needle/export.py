@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-from hybrid_kv.eval.needle import vocabulary as vocab
+from hybrid_kv.eval.needle import facts as vocab
 from needle.model import Weights
 from needle.recipe import ModelSize
 from needle.tokenizer import save_tokenizer

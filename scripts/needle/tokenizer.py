@@ -12,7 +12,7 @@ from pathlib import Path
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from hybrid_kv.eval.needle.vocabulary import TOKENS
+from hybrid_kv.eval.needle.facts import TOKENS
 
 MAX_TOKENS = 1 << 18
 _BYTE = "[0-9a-f]{2}"

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import LlamaForCausalLM
 
-from hybrid_kv.eval.needle import vocabulary as vocab
+from hybrid_kv.eval.needle import facts as vocab
 from needle.data import Batch, make_batch
 from needle.export import to_transformers
 from needle.model import (

@@ -12,9 +12,16 @@ import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from hybrid_kv.errors import ConfigError
-from hybrid_kv.eval.needle import TASKS, Question, Sample, filler, is_correct, make_sample
-from hybrid_kv.eval.needle.samples import successors
-from hybrid_kv.eval.needle.vocabulary import BOS, STOP, TOKENS, VOCAB_SIZE
+from hybrid_kv.eval.needle import (
+    TASKS,
+    Question,
+    Sample,
+    filler,
+    is_correct,
+    make_sample,
+    successors,
+)
+from hybrid_kv.eval.needle.facts import BOS, STOP, TOKENS, VOCAB_SIZE
 from scripts.needle.tokenizer import build_tokenizer, save_tokenizer
 
 ALL_TASKS = sorted(TASKS)

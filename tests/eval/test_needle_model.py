@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 import hybrid_kv
 from benchmarks.common.dense import DenseReader, sinks_and_window
 from hybrid_kv.eval.needle import Sample, is_correct, make_sample
-from hybrid_kv.eval.needle.vocabulary import STOP, TOKENS, VOCAB_SIZE
+from hybrid_kv.eval.needle.facts import STOP, TOKENS, VOCAB_SIZE
 
 FOLDER = Path(hybrid_kv.__file__).parent / "assets" / "needle"
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from hybrid_kv.errors import ConfigError, NonFiniteError, ShapeError
-from hybrid_kv.ops.portable.sketch import SketchSearcher, SketchTier
+from hybrid_kv.ops.portable import SketchSearcher, SketchTier
 from hybrid_kv.ops.sketch_codes import SketchMap, SketchPlan, pack_tiers
 from tests.ops.sketch_data import PLANS, make_map, make_tiers
 

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from hybrid_kv.index._device_keys import SelectGoal, learn
-from hybrid_kv.ops import sketch_select
-from hybrid_kv.ops.portable import sketch
+from hybrid_kv.ops import portable, sketch_select
 from hybrid_kv.ops.sketch_codes import SketchMap
 from hybrid_kv.ops.sketch_select import DeviceCodes
 from tests.index.sketch_heads import seen_heads
@@ -41,7 +40,7 @@ def test_codes_and_scores_are_the_host_s(size: int) -> None:
     queries = sketch_select.quantise(codes, q)
     scores = sketch_select.code_scores(codes.codes, codes.plan, queries)
     for head, one in enumerate(maps):
-        tier = sketch.SketchTier(one, with_ids=False)
+        tier = portable.SketchTier(one, with_ids=False)
         tier.append(keys[head])
         lines = codes.plan.num_lines
         rows = tier.codes.view(-1, lines, 16, 4).transpose(1, 2).flatten(0, 1).flatten(1)[:KEYS]
@@ -52,7 +51,7 @@ def test_codes_and_scores_are_the_host_s(size: int) -> None:
         assert int((mine - host).abs().max()) <= 1
         assert float((mine != host).float().mean()) < 1e-3
         for member in range(GROUP):
-            by_host, scale = sketch.quantise_query(one, q[head, member])
+            by_host, scale = portable.quantise_query(one, q[head, member])
             own = queries.codes[head, member]
             assert int((own - by_host).abs().max()) <= 1
             centred = mine.numpy() - codes.plan.zeros.numpy().astype(np.float64)

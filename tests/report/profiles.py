@@ -5,11 +5,12 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from hybrid_kv.report.environment import Cpu, Environment
 from hybrid_kv.report.profile import BytesPerToken, ProfileRow
 from hybrid_kv.report.run import (
     AuditedHead,
     AuditReport,
+    Cpu,
+    Environment,
     EstimateReport,
     MachineGbps,
     MemoryBytes,

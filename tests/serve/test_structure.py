@@ -29,7 +29,7 @@ from hybrid_kv.config import HybridConfig
 from hybrid_kv.errors import ConfigError
 from hybrid_kv.serve import Engine, Request, Sampling
 from hybrid_kv.serve.grammars import GrammarReader, GrammarText
-from hybrid_kv.serve.http.tools import CallForm
+from hybrid_kv.serve.http.chat import CallForm
 from hybrid_kv.serve.output import Sampler
 from tests.serve.running import Running, serving
 from tests.serve.test_http import CHAT, COMPLETIONS, events

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hybrid_kv.serve.http.tools import CallReader, in_plain_words
+from hybrid_kv.serve.http.chat import CallReader, in_plain_words
 
 WEATHER: dict[str, Any] = {
     "name": "weather",

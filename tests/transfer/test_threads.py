@@ -16,8 +16,7 @@ import torch
 from hybrid_kv.errors import ConfigError
 from hybrid_kv.ops.native import engine_state
 from hybrid_kv.ops.native.library import pool_here
-from hybrid_kv.transfer import ThreadExecutor
-from hybrid_kv.transfer.executor import build_threads
+from hybrid_kv.transfer import ThreadExecutor, build_threads
 
 PATIENCE = 60
 """Seconds after which a test that waits for a thread has failed."""

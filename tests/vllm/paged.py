@@ -8,9 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hybrid_kv.vllm.batch import CacheShape, Prompts, StepBatch, StepSequence
+from hybrid_kv.vllm.batch import CacheShape, Prompts, Scratch, StepBatch, StepSequence
 from hybrid_kv.vllm.layer import Kernel, PagedLayer
-from hybrid_kv.vllm.layout import Scratch
 from hybrid_kv.vllm.settings import VllmSettings
 
 HEADS, GROUP, DIM, BLOCK = 2, 3, 32, 32

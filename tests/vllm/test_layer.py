@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hybrid_kv.ops.native import engine_state
-from hybrid_kv.ops.native.paged import PagedSketch, SearchRange
+from hybrid_kv.ops.native.paged_cache import PagedSketch, SearchRange
 from hybrid_kv.ops.tail import AttendedSums, Tail
 from hybrid_kv.vllm.settings import VllmSettings
 from tests.vllm.paged import BLOCK, DIM, GROUP, HEADS, PagedDriver, PagedSequence, attention

@@ -20,13 +20,99 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from hybrid_kv.eval.needle import vocabulary as vocab
+_HARBOUR = """harbour boat tide sailor anchor rope mast deck wave gull pier lantern captain
+net fisher salt storm island shore cargo crew voyage compass reef current sail ferry dock
+barrel lighthouse"""
+
+_GARDEN = """garden rose seed soil rain root leaf bloom hedge path spade basket bee clover
+orchard apple pear plum ivy moss fern willow shade pond stone bench gate wall sparrow nest"""
+
+_KITCHEN = """kitchen bread butter flour oven pan soup onion pepper honey cheese spoon plate
+table apron recipe dough sugar lemon garlic kettle tea cup bowl knife stove steam crumb dinner
+supper"""
+
+_TOWN = """town street market bridge tower square clock baker tailor window door roof chimney
+corner shop coin wagon horse station train ticket crowd mayor school teacher letter paper news
+bell church"""
+
+_MOUNTAIN = """mountain valley river snow ice peak ridge cave eagle wolf pine cedar trail cabin
+fire smoke wood axe cloud wind frost meadow goat shepherd spring waterfall glacier summit
+boulder echo"""
+
+_MUSIC = """music song violin drum flute piano singer dance stage voice chord rhythm melody
+choir concert string trumpet audience curtain silence applause note tempo guitar harp verse
+chorus tune rehearsal ballad"""
+
+_SCIENCE = """science planet star moon orbit comet lens mirror signal metal glass magnet energy
+atom crystal engine wheel lever theory number chart record sample battery copper iron silver
+carbon motion measure"""
+
+_PLAIN = """the and with under over near before after slowly quietly often always small large
+old new bright quiet warm cold brings holds finds keeps leaves follows carries crosses watches
+remembers"""
+
+TOPICS: Final[tuple[tuple[str, ...], ...]] = tuple(
+    tuple(block.split())
+    for block in (_HARBOUR, _GARDEN, _KITCHEN, _TOWN, _MOUNTAIN, _MUSIC, _SCIENCE, _PLAIN)
+)
+
+FILLER_WORDS: Final[tuple[str, ...]] = tuple(word for topic in TOPICS for word in topic)
+
+PAD: Final = 0
+
+BOS: Final = 1
+
+EOS: Final = 2
+
+UNK: Final = 3
+
+STOP: Final = 4
+
+ASK: Final = 5
+
+KEY: Final = 6
+
+PASS: Final = 7
+
+CODE: Final = 8
+
+TAG: Final = 9
+
+LET: Final = 10
+
+VOTE: Final = 11
+
+ORDINALS: Final = (12, 13, 14, 15)
+
+FIRST_BYTE: Final = 16
+
+NUM_BYTES: Final = 256
+
+FIRST_WORD: Final = FIRST_BYTE + NUM_BYTES
+
+NUM_WORDS: Final = len(FILLER_WORDS)
+
+VOCAB_SIZE: Final = FIRST_WORD + NUM_WORDS
+
+NUM_TOPICS: Final = len(TOPICS)
+
+WORDS_PER_TOPIC: Final = len(TOPICS[0])
+
+NUM_PLAIN_WORDS: Final = len(TOPICS[-1])
+
+TOKENS: Final[tuple[str, ...]] = (
+    *("<pad>", "<bos>", "<eos>", "<unk>", ".", "?"),
+    *("key", "pass", "code", "tag", "let", "vote", "one", "two", "three", "four"),
+    *(f"{value:02x}" for value in range(NUM_BYTES)),
+    *FILLER_WORDS,
+)
+
 
 Tokens = tuple[int, ...]
-FULL_ALPHABET: Final = np.arange(vocab.FIRST_BYTE, vocab.FIRST_WORD)
+FULL_ALPHABET: Final = np.arange(FIRST_BYTE, FIRST_WORD)
 VALUE_BYTES: Final = 4
 LIST_VOTES: Final = 8
-MAX_PARTS: Final = len(vocab.ORDINALS)
+MAX_PARTS: Final = len(ORDINALS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +178,8 @@ def key_value(rng: np.random.Generator, count: int, alphabet: NDArray[np.int64])
     keys, values = key_records(rng, count, alphabet)
     pairs = list(zip(keys, values, strict=True))
     return Facts(
-        tuple((vocab.KEY, *key, *value, vocab.STOP) for key, value in pairs),
-        tuple(Question((vocab.ASK, vocab.KEY, *k), (*v, vocab.STOP)) for k, v in pairs),
+        tuple((KEY, *key, *value, STOP) for key, value in pairs),
+        tuple(Question((ASK, KEY, *k), (*v, STOP)) for k, v in pairs),
         tuple((index,) for index in range(count)),
     )
 
@@ -102,9 +188,9 @@ def passkey(rng: np.random.Generator, count: int, alphabet: NDArray[np.int64]) -
     """One record is the pass code, the others are plain records; the question asks for it."""
     keys, values = key_records(rng, count, alphabet)
     where = int(rng.integers(count))
-    keys[where] = (vocab.PASS, vocab.CODE)
-    records = [(vocab.KEY, *k, *v, vocab.STOP) for k, v in zip(keys, values, strict=True)]
-    question = Question((vocab.ASK, vocab.KEY, *keys[where]), (*values[where], vocab.STOP))
+    keys[where] = (PASS, CODE)
+    records = [(KEY, *k, *v, STOP) for k, v in zip(keys, values, strict=True)]
+    question = Question((ASK, KEY, *keys[where]), (*values[where], STOP))
     return Facts(tuple(records), (question,), ((where,),))
 
 
@@ -115,13 +201,13 @@ def multi_query(rng: np.random.Generator, count: int, alphabet: NDArray[np.int64
     order = rng.permutation(count).tolist()
     for size in split_into_parts(rng, count):
         asked, order = order[:size], order[size:]
-        ids, answer = [vocab.ASK], []
-        for ordinal, index in zip(vocab.ORDINALS, asked, strict=False):
+        ids, answer = [ASK], []
+        for ordinal, index in zip(ORDINALS, asked, strict=False):
             ids += [ordinal, *keys[index]]
             answer += [ordinal, *keys[index], *values[index]]
-        questions.append(Question((*ids, vocab.STOP), (*answer, vocab.STOP)))
+        questions.append(Question((*ids, STOP), (*answer, STOP)))
         sources.append(tuple(asked))
-    records = ((vocab.KEY, *k, *v, vocab.STOP) for k, v in zip(keys, values, strict=True))
+    records = ((KEY, *k, *v, STOP) for k, v in zip(keys, values, strict=True))
     return Facts(tuple(records), tuple(questions), tuple(sources))
 
 
@@ -136,11 +222,11 @@ def multi_value(rng: np.random.Generator, count: int, alphabet: NDArray[np.int64
         firsts = rng.choice(alphabet, len(where), replace=False).tolist()
         seconds = rng.choice(alphabet, len(where)).tolist()
         answer: list[int] = []
-        for ordinal, index, *value in zip(vocab.ORDINALS, where, firsts, seconds, strict=False):
-            records[index] = (vocab.TAG, ordinal, *key, *value, vocab.STOP)
+        for ordinal, index, *value in zip(ORDINALS, where, firsts, seconds, strict=False):
+            records[index] = (TAG, ordinal, *key, *value, STOP)
             answer += [ordinal, *key, *value]
-        number = vocab.ORDINALS[len(where) - 1]
-        questions.append(Question((vocab.ASK, number, vocab.TAG, *key), (*answer, vocab.STOP)))
+        number = ORDINALS[len(where) - 1]
+        questions.append(Question((ASK, number, TAG, *key), (*answer, STOP)))
     return Facts(tuple(records), tuple(questions), slots)
 
 
@@ -156,11 +242,11 @@ def variable_tracking(rng: np.random.Generator, count: int, alphabet: NDArray[np
     questions = []
     for where in slots:
         chain, names = names[: len(where)], names[len(where) :]
-        values = [*chain[1:], [int(vocab.FIRST_WORD + rng.integers(vocab.NUM_WORDS))]]
+        values = [*chain[1:], [int(FIRST_WORD + rng.integers(NUM_WORDS))]]
         for index, name, value in zip(where, chain, values, strict=True):
-            records[index] = (vocab.LET, *name, *value, vocab.STOP)
+            records[index] = (LET, *name, *value, STOP)
         answer = tuple(token for value in values for token in value)
-        questions.append(Question((vocab.ASK, vocab.LET, *chain[0]), (*answer, vocab.STOP)))
+        questions.append(Question((ASK, LET, *chain[0]), (*answer, STOP)))
     return Facts(tuple(records), tuple(questions), slots)
 
 
@@ -177,11 +263,11 @@ def most_frequent(rng: np.random.Generator, count: int, alphabet: NDArray[np.int
     for name, where in zip(_draw_names(rng, num_lists, alphabet).tolist(), slots, strict=True):
         num_wins = max(2, ceil(len(where) * 5 / 8))
         losers = len(where) - num_wins
-        words = vocab.FIRST_WORD + rng.choice(vocab.NUM_WORDS, 1 + losers, replace=False)
+        words = FIRST_WORD + rng.choice(NUM_WORDS, 1 + losers, replace=False)
         votes = [*words.tolist(), *[int(words[0])] * (num_wins - 1)]
         for index, vote in zip(where, rng.permutation(votes).tolist(), strict=True):
-            records[index] = (vocab.VOTE, *name, vote, vocab.STOP)
-        questions.append(Question((vocab.ASK, vocab.VOTE, *name), (votes[0], vocab.STOP)))
+            records[index] = (VOTE, *name, vote, STOP)
+        questions.append(Question((ASK, VOTE, *name), (votes[0], STOP)))
     return Facts(tuple(records), tuple(questions), slots)
 
 

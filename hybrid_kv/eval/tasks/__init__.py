@@ -11,8 +11,11 @@ from hybrid_kv.eval.tasks.base import (
 )
 from hybrid_kv.eval.tasks.data_sets import InfiniteBench, LongBench, Recorded, RulerFiles
 from hybrid_kv.eval.tasks.documents import MultiHopQA, Perplexity, SingleHopQA
-from hybrid_kv.eval.tasks.needles import (
+from hybrid_kv.eval.tasks.ruler import (
+    CommonWords,
+    FrequentWords,
     KeyValue,
+    MostFrequent,
     MultiKey1,
     MultiKey2,
     MultiKey3,
@@ -22,8 +25,8 @@ from hybrid_kv.eval.tasks.needles import (
     Single1,
     Single2,
     Single3,
+    VariableTracking,
 )
-from hybrid_kv.eval.tasks.ruler import CommonWords, FrequentWords, MostFrequent, VariableTracking
 
 RULER = (
     *("single_1", "single_2", "single_3", "multi_key_1", "multi_key_2", "multi_key_3"),

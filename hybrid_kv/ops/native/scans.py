@@ -303,7 +303,7 @@ class SketchSearcher:
         num_exact: int = 0,
         pool: Pool | None = None,
     ) -> SearchResult:
-        """As `hybrid_kv.ops.portable.sketch.SketchSearcher.search`, bit for bit.
+        """As `hybrid_kv.ops.portable.SketchSearcher.search`, bit for bit.
 
         Args:
             pool: threads that share the heads, and parts of them; None for the calling one.

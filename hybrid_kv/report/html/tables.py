@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from hybrid_kv.report.environment import Environment
 from hybrid_kv.report.html import numbers
 from hybrid_kv.report.html.page_blocks import StyledCell, Table
 from hybrid_kv.report.html.page_entries import (
@@ -42,7 +41,7 @@ from hybrid_kv.report.profile import (
     Quantity,
     Unit,
 )
-from hybrid_kv.report.run import AuditedHead, EstimateReport
+from hybrid_kv.report.run import AuditedHead, Environment, EstimateReport
 
 Value = Callable[[MeasuredRun], str | None]
 

@@ -17,9 +17,9 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from hybrid_kv.serve.http.chat import CallReader
 from hybrid_kv.serve.http.schemas import ApiError, ended_early
 from hybrid_kv.serve.http.service import ParsedRequest, Service
-from hybrid_kv.serve.http.tools import CallReader
 from hybrid_kv.serve.requests import (
     Finished,
     Happening,

@@ -32,7 +32,7 @@ from hybrid_kv.serve.http.answers import (
     streamed,
     unless_left,
 )
-from hybrid_kv.serve.http.chat import ChatRequest, TokenizeRequest
+from hybrid_kv.serve.http.chat import CallReader, ChatRequest, TokenizeRequest
 from hybrid_kv.serve.http.metrics import CONTENT_TYPE, RequestLine
 from hybrid_kv.serve.http.page import PARTS, UPLOAD, add_page
 from hybrid_kv.serve.http.responses import ResponsesRequest, answer_response
@@ -45,7 +45,6 @@ from hybrid_kv.serve.http.schemas import (
     lenient,
 )
 from hybrid_kv.serve.http.service import ParsedRequest, Service
-from hybrid_kv.serve.http.tools import CallReader
 
 log = logging.getLogger("hybrid_kv.serve")
 

@@ -23,10 +23,9 @@ from hybrid_kv.serve.http.answers import (
     text_of,
     unless_left,
 )
-from hybrid_kv.serve.http.chat import ChatRequest, Function
+from hybrid_kv.serve.http.chat import CallReader, ChatRequest, Function
 from hybrid_kv.serve.http.schemas import ANYTHING, Extensions, StrictSchema, Text, ended_early
 from hybrid_kv.serve.http.service import ParsedRequest, Service, new_ident
-from hybrid_kv.serve.http.tools import CallReader
 from hybrid_kv.serve.requests import Finished, Prefilled, RequestHandle, Token, Usage
 
 

@@ -22,7 +22,7 @@ from hybrid_kv.errors import ConfigError
 from hybrid_kv.methods.retrieval import split_budget
 from hybrid_kv.models.support import max_context
 from hybrid_kv.serve.grammars import GrammarText
-from hybrid_kv.serve.http.chat import ChatRequest
+from hybrid_kv.serve.http.chat import CallForm, ChatRequest, in_plain_words
 from hybrid_kv.serve.http.metrics import Metrics, answered
 from hybrid_kv.serve.http.schemas import (
     MOST_CHOICES,
@@ -32,7 +32,6 @@ from hybrid_kv.serve.http.schemas import (
     Generating,
 )
 from hybrid_kv.serve.http.tokenizer import ServedModel, Texts
-from hybrid_kv.serve.http.tools import CallForm, in_plain_words
 from hybrid_kv.serve.requests import (
     EngineStats,
     Finished,

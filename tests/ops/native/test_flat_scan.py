@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from hybrid_kv.errors import ConfigError, ShapeError
+from hybrid_kv.ops import portable
 from hybrid_kv.ops.native import library
 from hybrid_kv.ops.native.rows import QuantisedKeys
 from hybrid_kv.ops.native.scans import FlatScan
-from hybrid_kv.ops.portable import rows as portable
 from tests.ops.native.scan_data import (
     COUNTS,
     DIMS,

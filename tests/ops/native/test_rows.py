@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from hybrid_kv.errors import BackendUnavailable, ConfigError, ShapeError
+from hybrid_kv.ops import portable
 from hybrid_kv.ops.native import library
 from hybrid_kv.ops.native.rows import QuantisedKeys, describe
-from hybrid_kv.ops.portable import rows as portable
 from tests.ops.native.scan_data import COUNTS, DIMS, make_keys, pool_of, strided
 
 

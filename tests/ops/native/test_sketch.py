@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from hybrid_kv.errors import ConfigError, NonFiniteError, ShapeError
+from hybrid_kv.ops import portable
 from hybrid_kv.ops.native.scans import SketchSearcher, SketchTier
-from hybrid_kv.ops.portable import sketch as portable
 from hybrid_kv.ops.sketch_codes import SketchMap, SketchPlan
 from hybrid_kv.types import SearchResult
 from tests.ops.native.scan_data import pool_of, strided

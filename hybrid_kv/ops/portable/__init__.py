@@ -1,1 +1,0 @@
-"""Twin of the native engine in numba and torch: for machines without it, and to check it."""
