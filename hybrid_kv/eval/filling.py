@@ -28,6 +28,7 @@ from hybrid_kv.models.cache_layers import HybridLayer
 from hybrid_kv.models.cache_state import is_fixed
 from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.ops.native import engine_state
+from hybrid_kv.ops.native.graph import nearest_keys
 from hybrid_kv.ops.native.library import pool_here
 from hybrid_kv.ops.native.rows import QuantisedKeys
 from hybrid_kv.ops.native.scans import FlatScan
@@ -235,7 +236,7 @@ def _best_keys(samples: Tensor, keys: Tensor, count: int) -> Tensor:
     scan = FlatScan(one, quantised)
     flat = samples.flatten(0, 1).contiguous()
     parts = [
-        scan.nearest(0, some, count, rerank=count + count // 2, pool=pool_here())
+        nearest_keys(scan, 0, some, count, rerank=count + count // 2, pool=pool_here())
         for some in flat.split(_QUERIES_AT_ONCE)
     ]
     return torch.cat(parts).view(*samples.shape[:2], count)

@@ -19,7 +19,7 @@ from hybrid_kv.index._sketch_head import HeadSketch, TierSearcher
 from hybrid_kv.index._trial import HeadReport, HeldOut, Trial, log_sums
 from hybrid_kv.ops.key_graph import BuildParams, KeyGraph
 from hybrid_kv.ops.native import engine_state, scans
-from hybrid_kv.ops.native.graph import GraphSearcher, project
+from hybrid_kv.ops.native.graph import GraphSearcher, nearest_keys, project
 from hybrid_kv.ops.native.library import default_pool, pool_here
 from hybrid_kv.ops.native.rows import DTYPES, QuantisedKeys, is_readable
 from hybrid_kv.rotary import horizon_shares
@@ -303,7 +303,7 @@ class _HeadEngine:
         found = []
         for some in queries.split(_QUERIES_AT_ONCE):
             self._check_cancelled()
-            found.append(self._scan.nearest(0, some, count, rerank=rerank, pool=pool_here()))
+            found.append(nearest_keys(self._scan, 0, some, count, rerank=rerank, pool=pool_here()))
         return torch.cat(found)
 
     def project(self, lists: Tensor, queries: Tensor, params: BuildParams) -> KeyGraph:

@@ -124,7 +124,7 @@ class Attachment:
         if (needs.horizon_tokens or needs.rotary or early) and not self.info.rotary:
             self.info = replace(self.info, rotary=find_rotary(self.model, self.info))
         if needs.outputs and not self.info.outputs:
-            from hybrid_kv.models.support import find_outputs
+            from hybrid_kv.models.weight_kinds import find_outputs
 
             self.info = replace(self.info, outputs=find_outputs(self.model, self.info))
         if early and self.info.unforeseen is None:

@@ -41,8 +41,15 @@ from hybrid_kv.errors import (
 from hybrid_kv.models.checkpoint import read_config, read_model
 from hybrid_kv.models.gguf_model import empty_model
 from hybrid_kv.models.packed_linear import PackedEmbedding, PackedLinear, is_table, packed
-from hybrid_kv.models.support import dtype_name, keep_as_stored, mib, stored_tensors
-from hybrid_kv.models.weight_kinds import BLOCKS, HEAD_BLOCKS, WEIGHT_KINDS
+from hybrid_kv.models.support import keep_as_stored
+from hybrid_kv.models.weight_kinds import (
+    BLOCKS,
+    HEAD_BLOCKS,
+    WEIGHT_KINDS,
+    dtype_name,
+    mib,
+    stored_tensors,
+)
 from hybrid_kv.ops.native.library import engine_state
 from hybrid_kv.ops.native.packed import PACKED_KINDS
 

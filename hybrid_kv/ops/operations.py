@@ -119,6 +119,7 @@ ATTEND_CAUSAL = _Attention("attend_causal", _PROMPT, *_FUSED, _defined())
 ATTEND_WITH_MASSES = Operation[tuple[PartialAttention, Tensor]]("attend_with_masses", _PROMPT)
 _SPARSE = "hybrid_kv.ops.reference"
 _TILES = _native(module="hybrid_kv.ops.native.prompt")
+_SOME = "hybrid_kv.ops.native.pages"
 ATTEND_BLOCKS = _Attention(
     "attend_blocks",
     _PROMPT,
@@ -129,7 +130,10 @@ ATTEND_AT = _Attention("attend_at", _TILES, _defined(module=_SPARSE))
 BLOCK_MASSES = Operation[Tensor]("block_masses", _TILES, _defined(module=_SPARSE))
 ATTEND_RETRIEVED = _Attention("attend_retrieved", _native(), _defined(uses="attend"))
 ATTEND_RAGGED = _Attention(
-    "attend_ragged", _native("few"), _triton("ragged", uses="uploads"), _defined(uses="attend")
+    "attend_ragged",
+    _native("few", module=_SOME),
+    _triton("ragged", uses="uploads"),
+    _defined(uses="attend"),
 )
 ATTEND_PAGES = _Attention("attend_pages", _triton("paged"), _FLASHINFER, _defined(uses="attend"))
 MERGE = _Attention("merge", _native(), _triton("paged"), _defined())
@@ -137,7 +141,7 @@ PLAN_STEP = Operation[None]("plan_step", _native(name="LayerPlan"))
 
 PAGE_SCORES = Operation[Tensor](
     "page_scores",
-    _native(module="hybrid_kv.ops.native.pages"),
+    _native(module=_SOME),
     _triton("digests"),
     _of_pages(),
 )

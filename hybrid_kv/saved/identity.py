@@ -19,7 +19,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hybrid_kv.config import HybridConfig
 from hybrid_kv.errors import OtherContextError
 from hybrid_kv.former import is_former, is_removed
-from hybrid_kv.models.support import stored_tensors, text_config
+from hybrid_kv.models.support import text_config
+from hybrid_kv.models.weight_kinds import stored_tensors
 from hybrid_kv.plugins import INDEXES
 from hybrid_kv.saved.manifest import Manifest, SavedModel
 

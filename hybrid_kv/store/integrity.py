@@ -10,7 +10,7 @@ import torch
 from hybrid_kv.entries import Entries
 from hybrid_kv.errors import IntegrityError
 from hybrid_kv.store.cold_tier import ColdStore
-from hybrid_kv.store.pool import PagePool, PageTable, arena_of
+from hybrid_kv.store.pool import ARENA_BITS, PagePool, PageTable
 from hybrid_kv.store.row import Row
 from hybrid_kv.types import HIDDEN
 
@@ -87,7 +87,7 @@ def check_resident(pool: PagePool, tables: Sequence[PageTable], *, has_forked: b
                 f"arena {arena}: {used} used and {len(pool.free[arena])} free pages do not "
                 f"make up the {pool.high[arena]} ever taken"
             )
-    foreign = any(arena_of(p) != row for row, t in enumerate(tables) for p in t.pages)
+    foreign = any(p >> ARENA_BITS != row for row, t in enumerate(tables) for p in t.pages)
     if foreign and not has_forked:
         raise IntegrityError("a row reads another row's arena, yet no fork was recorded")
     for table in tables:

@@ -25,11 +25,6 @@ PLACE = 2**ARENA_BITS - 1
 """Parts of a page id."""
 
 
-def arena_of(page: int) -> int:
-    """The arena in whose memory a page lies."""
-    return page >> ARENA_BITS
-
-
 @dataclass(frozen=True, slots=True)
 class ResidentView:
     """All resident entries of all rows.

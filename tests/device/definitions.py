@@ -161,7 +161,7 @@ def _update_digests(pages, slots):  # type: ignore[no-untyped-def]
 def _append_token(pages, k, v, place, position):  # type: ignore[no-untyped-def]
     def compute(pages: Any, k: Tensor, v: Tensor, place: int, position: int) -> Any:
         there = torch.tensor([place])
-        reference_pages.append(pages, k[:, None], v[:, None], there, torch.tensor([position]))
+        pages.store(k[:, None], v[:, None], there, torch.tensor([position]))
         reference_pages.update_digests(pages, there // pages.k.shape[2])
         return ()
 
@@ -242,15 +242,12 @@ def _attend_unread(known, q, scores, limit, own, seen, *, scale, softcap=None, f
 
 
 _MODULES: dict[str, dict[str, Any]] = {
-    "paged": {"attend_pages": _attend_pages},
+    "paged": {"attend_pages": _attend_pages, "merge": _merge},
     "ragged": {"attend_ragged": _attend_ragged},
     "blocks": {"attend_blocks": _attend_blocks},
-    "merge": {"merge": _merge},
-    "scores": {
+    "digests": {
         "choose_pages": _choose_pages,
         "listed_page_scores": _listed_page_scores,
-    },
-    "digests": {
         "update_digests": _update_digests,
         "append_token": _append_token,
         "append_at": _append_at,

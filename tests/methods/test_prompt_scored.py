@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hybrid_kv.errors import ConfigError
-from hybrid_kv.models.support import find_outputs
+from hybrid_kv.models.weight_kinds import find_outputs
 from hybrid_kv.types import LayerShape, ModelInfo
 from tests.drive_method import drive
 from tests.methods.eviction import (

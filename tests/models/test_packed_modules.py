@@ -21,7 +21,8 @@ from hybrid_kv.models.early_queries import EarlyQueries
 from hybrid_kv.models.few_tokens import FewTokens, ProductTrial
 from hybrid_kv.models.load import load_model
 from hybrid_kv.models.prompt_layers import WideningTrial, widened, widened_bytes
-from hybrid_kv.models.support import devices_of, inspect_model, stored_tensors
+from hybrid_kv.models.support import devices_of, inspect_model
+from hybrid_kv.models.weight_kinds import stored_tensors
 from hybrid_kv.planning.plan import model_facts
 from hybrid_kv.saved.identity import model_identity
 from scripts.needle.tokenizer import build_tokenizer

@@ -13,14 +13,12 @@ from hybrid_kv.ops.native.attend import (
     FEW_QUERIES,
     ROW_QUERIES,
     Visible,
-    attend_ragged,
     attend_retrieved,
     attend_rows,
     merge,
     serves_merge,
 )
 from hybrid_kv.ops.native.library import Pool, engine_state
-from hybrid_kv.ops.native.pages import PageDigests, page_scores
 from hybrid_kv.ops.native.rows import PageWriter, serves
 from hybrid_kv.ops.native.step import LayerPlan
 from hybrid_kv.types import PartialAttention
@@ -30,13 +28,11 @@ __all__ = [
     "PageWriter",
     "Visible",
     "attend",
-    "attend_ragged",
     "attend_retrieved",
     "attend_rows",
     "attend_visible",
     "engine_state",
     "merge",
-    "page_scores",
     "serves",
     "serves_merge",
 ]

@@ -16,7 +16,6 @@ from hybrid_kv.ops.native.bindings import (
     KeysStruct,
     KVStruct,
     PartStruct,
-    RaggedStruct,
     VisibleStruct,
 )
 from hybrid_kv.ops.native.library import Pool, find_engine
@@ -115,7 +114,7 @@ class RetrievedAttention:
                 f"and {ids.dtype}"
             )
         if bias is not None:
-            bias = _checked_bias(bias, ids.shape).contiguous()
+            bias = checked_bias(bias, ids.shape).contiguous()
         queries, ids = queries.contiguous(), ids.contiguous()
         out = torch.empty((heads, queries.shape[1], self.values.shape[2]))
         lse = torch.empty((heads, queries.shape[1]))
@@ -203,68 +202,8 @@ def attend_rows(
     return PartialAttention(out, lse)
 
 
-def attend_ragged(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    starts: Sequence[int],
-    lengths: Sequence[int],
-    *,
-    scale: float,
-    softcap: float | None = None,
-    bias: Tensor | None = None,
-    pool: Pool | None = None,
-    engine: ctypes.CDLL | None = None,
-) -> PartialAttention:
-    """Every query over the rows of its KV head, of which each has its own number; for few queries.
-
-    Args:
-        queries: [H, M, D] of a dtype of DTYPES.
-        keys: [N, D], values: [N, Dv], of one dtype, rows contiguous.
-        starts, lengths: [H]; head h has the rows starts[h] : starts[h] + lengths[h].
-        bias: [N] float32, added to the logits.
-
-    Returns:
-        out [H, M, Dv] float32, lse [H, M] float32.
-
-    Raises:
-        ShapeError, ConfigError: an argument does not fit.
-        BackendUnavailable: there is no engine.
-    """
-    engine = find_engine(engine)
-    heads, num_queries = len(starts), queries.shape[1]
-    if queries.dim() != 3 or (len(queries), queries.shape[2]) != (heads, keys.shape[1]):
-        raise ShapeError(
-            f"queries must be [{heads}, M, {keys.shape[1]}] as starts and the keys, got shape "
-            f"{list(queries.shape)}"
-        )
-    if queries.dtype not in DTYPES:
-        raise ConfigError(f"queries must be float32, float16 or bfloat16, got {queries.dtype}")
-    if len(lengths) != heads:
-        raise ShapeError(f"lengths must be [{heads}] as starts, got [{len(lengths)}]")
-    kv = described(keys[None], values[None])
-    if bias is not None:
-        bias = _checked_bias(bias, keys.shape[:1]).contiguous()
-    extents = (c_int64 * heads)(*starts), (c_int64 * heads)(*lengths)
-    rows = RaggedStruct(
-        *folded(kv),
-        *map(addressof, extents),
-        None if bias is None else bias.data_ptr(),
-    )
-    queries = queries.contiguous()
-    out = torch.empty((heads, num_queries, values.shape[1]))
-    lse = torch.empty((heads, num_queries))
-    status = engine.hkv_attend_ragged(
-        *(None if pool is None else pool.handle, heads, byref(rows)),
-        *(queries.data_ptr(), DTYPES[queries.dtype], num_queries, scale, softcap or 0.0),
-        *(out.data_ptr(), lse.data_ptr()),
-    )
-    if status:
-        library.check(engine, status)
-    return PartialAttention(out, lse)
-
-
-def _checked_bias(bias: Tensor, size: Sequence[int]) -> Tensor:
+def checked_bias(bias: Tensor, size: Sequence[int]) -> Tensor:
+    """The log weights, where they fit; ShapeError where they do not."""
     if bias.shape != torch.Size(size) or bias.dtype != torch.float32 or not bias.is_cpu:
         raise ShapeError(
             f"bias must be {list(size)} torch.float32 on the host, got {list(bias.shape)} "

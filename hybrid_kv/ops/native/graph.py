@@ -40,6 +40,7 @@ from hybrid_kv.ops.native.bindings import (
 )
 from hybrid_kv.ops.native.library import Pool, find_engine
 from hybrid_kv.ops.native.rows import QuantisedKeys, describe, pool_handle
+from hybrid_kv.ops.native.scans import ID_TYPES, FlatScan
 from hybrid_kv.ops.native.step import EngineSearch
 
 
@@ -407,3 +408,43 @@ def _checked_warm(warm: Tensor, queries: Tensor) -> Tensor:
             f"{list(warm.shape)} {warm.dtype}"
         )
     return warm.contiguous()
+
+
+def nearest_keys(
+    scan: FlatScan,
+    head: int,
+    queries: Tensor,
+    top_k: int,
+    *,
+    rerank: int = 0,
+    pool: Pool | None = None,
+) -> Tensor:
+    """The best keys of very many queries of one head of a scan, for building an index.
+
+    Args:
+        queries: [M, D] float32, float16 or bfloat16, rows contiguous.
+        rerank: as in `search`; 2 * top_k finds what an exact search does, up to ties.
+        pool: threads that share the queries.
+
+    Returns:
+        [M, top_k] int32, best first, padded with -1.
+
+    Raises:
+        ShapeError, ConfigError: an argument does not fit.
+    """
+    if queries.dim() != 2 or queries.shape[1] != scan.keys.shape[2]:
+        raise ShapeError(
+            f"queries must be [M, {scan.keys.shape[2]}], got shape {list(queries.shape)}"
+        )
+    if top_k < 1:
+        raise ConfigError(f"top_k must be at least 1, got {top_k}; ask for at least one key")
+    described = describe("queries", queries[None])
+    ids = torch.empty((len(queries), top_k), dtype=torch.int32)
+    status = scan._engine.hkv_knn(
+        pool_handle(pool),
+        byref(scan._structs[head]),
+        described,
+        *(top_k, rerank, ID_TYPES[torch.int32], ids.data_ptr(), None),
+    )
+    library.check(scan._engine, status)
+    return ids

@@ -1,17 +1,24 @@
-"""Upper bounds of the scores in pages, by the engine."""
+"""The engine for methods that choose pages or keep entries: bounds of pages, attention by head."""
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
+from ctypes import addressof, byref, c_int64
 
 import torch
 from torch import Tensor
 
 from hybrid_kv.errors import ConfigError, ShapeError
 from hybrid_kv.ops.native import library
-from hybrid_kv.ops.native.bindings import PageDigestsStruct
+from hybrid_kv.ops.native.attend import checked_bias, folded
+from hybrid_kv.ops.native.bindings import (
+    PageDigestsStruct,
+    RaggedStruct,
+)
 from hybrid_kv.ops.native.library import Pool, find_engine
-from hybrid_kv.ops.native.rows import describe, pool_handle
+from hybrid_kv.ops.native.rows import DTYPES, describe, described, pool_handle
+from hybrid_kv.types import PartialAttention
 
 
 class PageDigests:
@@ -106,3 +113,64 @@ class PageDigests:
 def page_scores(q: Tensor, key_min: Tensor, key_max: Tensor, *, pool: Pool | None = None) -> Tensor:
     """See `reference_pages.page_scores`."""
     return PageDigests(key_min, key_max).scores(q.float(), pool=pool)
+
+
+def attend_ragged(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    starts: Sequence[int],
+    lengths: Sequence[int],
+    *,
+    scale: float,
+    softcap: float | None = None,
+    bias: Tensor | None = None,
+    pool: Pool | None = None,
+    engine: ctypes.CDLL | None = None,
+) -> PartialAttention:
+    """Every query over the rows of its KV head, of which each has its own number; for few queries.
+
+    Args:
+        queries: [H, M, D] of a dtype of DTYPES.
+        keys: [N, D], values: [N, Dv], of one dtype, rows contiguous.
+        starts, lengths: [H]; head h has the rows starts[h] : starts[h] + lengths[h].
+        bias: [N] float32, added to the logits.
+
+    Returns:
+        out [H, M, Dv] float32, lse [H, M] float32.
+
+    Raises:
+        ShapeError, ConfigError: an argument does not fit.
+        BackendUnavailable: there is no engine.
+    """
+    engine = find_engine(engine)
+    heads, num_queries = len(starts), queries.shape[1]
+    if queries.dim() != 3 or (len(queries), queries.shape[2]) != (heads, keys.shape[1]):
+        raise ShapeError(
+            f"queries must be [{heads}, M, {keys.shape[1]}] as starts and the keys, got shape "
+            f"{list(queries.shape)}"
+        )
+    if queries.dtype not in DTYPES:
+        raise ConfigError(f"queries must be float32, float16 or bfloat16, got {queries.dtype}")
+    if len(lengths) != heads:
+        raise ShapeError(f"lengths must be [{heads}] as starts, got [{len(lengths)}]")
+    kv = described(keys[None], values[None])
+    if bias is not None:
+        bias = checked_bias(bias, keys.shape[:1]).contiguous()
+    extents = (c_int64 * heads)(*starts), (c_int64 * heads)(*lengths)
+    rows = RaggedStruct(
+        *folded(kv),
+        *map(addressof, extents),
+        None if bias is None else bias.data_ptr(),
+    )
+    queries = queries.contiguous()
+    out = torch.empty((heads, num_queries, values.shape[1]))
+    lse = torch.empty((heads, num_queries))
+    status = engine.hkv_attend_ragged(
+        *(None if pool is None else pool.handle, heads, byref(rows)),
+        *(queries.data_ptr(), DTYPES[queries.dtype], num_queries, scale, softcap or 0.0),
+        *(out.data_ptr(), lse.data_ptr()),
+    )
+    if status:
+        library.check(engine, status)
+    return PartialAttention(out, lse)

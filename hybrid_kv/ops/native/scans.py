@@ -38,7 +38,7 @@ from hybrid_kv.ops.sketch_codes import (
 from hybrid_kv.types import SearchReads, SearchResult
 
 _UNCOUNTED = SearchReads()
-_ID_TYPES = {torch.int32: 0, torch.int64: 1}
+ID_TYPES = {torch.int32: 0, torch.int64: 1}
 
 
 class FlatScan:
@@ -120,7 +120,7 @@ class FlatScan:
             )
         if top_k < 1:
             raise ConfigError(f"top_k must be at least 1, got {top_k}; ask for at least one key")
-        if id_dtype not in _ID_TYPES:
+        if id_dtype not in ID_TYPES:
             raise ConfigError(f"id_dtype must be int32 or int64, got {id_dtype}")
         queries = queries.contiguous()
         size = (heads, queries.shape[1], top_k)
@@ -134,7 +134,7 @@ class FlatScan:
             queries.shape[1],
             top_k,
             rerank,
-            _ID_TYPES[id_dtype],
+            ID_TYPES[id_dtype],
             *(ids.data_ptr(), scores.data_ptr(), byref(scored)),
         )
         if status:
@@ -151,45 +151,6 @@ class FlatScan:
         return EngineSearch(
             SEARCH_FLAT, heads, self._structs, (self,), top_k, num_ranked=rerank, reads=reads
         )
-
-    def nearest(
-        self,
-        head: int,
-        queries: Tensor,
-        top_k: int,
-        *,
-        rerank: int = 0,
-        pool: Pool | None = None,
-    ) -> Tensor:
-        """The best keys of very many queries of one head, for building an index.
-
-        Args:
-            queries: [M, D] float32, float16 or bfloat16, rows contiguous.
-            rerank: as in `search`; 2 * top_k finds what an exact search does, up to ties.
-            pool: threads that share the queries.
-
-        Returns:
-            [M, top_k] int32, best first, padded with -1.
-
-        Raises:
-            ShapeError, ConfigError: an argument does not fit.
-        """
-        if queries.dim() != 2 or queries.shape[1] != self.keys.shape[2]:
-            raise ShapeError(
-                f"queries must be [M, {self.keys.shape[2]}], got shape {list(queries.shape)}"
-            )
-        if top_k < 1:
-            raise ConfigError(f"top_k must be at least 1, got {top_k}; ask for at least one key")
-        described = describe("queries", queries[None])
-        ids = torch.empty((len(queries), top_k), dtype=torch.int32)
-        status = self._engine.hkv_knn(
-            pool_handle(pool),
-            byref(self._structs[head]),
-            described,
-            *(top_k, rerank, _ID_TYPES[torch.int32], ids.data_ptr(), None),
-        )
-        library.check(self._engine, status)
-        return ids
 
 
 def stream(array: Tensor, engine: ctypes.CDLL | None = None) -> int:

@@ -12,15 +12,10 @@ from torch import Tensor
 
 from hybrid_kv.errors import ConfigError, ShapeError
 from hybrid_kv.ops import Ops, native, reference
-from hybrid_kv.ops.native import library
-from hybrid_kv.ops.native.attend import (
-    RetrievedAttention,
-    Visible,
-    attend_ragged,
-    attend_rows,
-    merge,
-)
+from hybrid_kv.ops.native import library, pages
+from hybrid_kv.ops.native.attend import RetrievedAttention, Visible, attend_rows, merge
 from hybrid_kv.ops.native.library import Pool, default_pool, work_alone
+from hybrid_kv.ops.native.pages import attend_ragged
 from hybrid_kv.types import HIDDEN, PartialAttention
 from tests.ops.native.scan_data import ATTENTION, pool_of, strided
 from tests.oracle import softmax_attention
@@ -383,8 +378,9 @@ def test_a_thread_that_works_alone_leaves_the_pool_to_decoding(
 
         return call
 
-    for name in ("attend_rows", "attend_retrieved", "attend_ragged", "merge"):
+    for name in ("attend_rows", "attend_retrieved", "merge"):
         monkeypatch.setattr(native, name, watched(getattr(native, name)))
+    monkeypatch.setattr(pages, "attend_ragged", watched(attend_ragged))
     rows, ids = torch.randn(1, 2, 9, 8), torch.zeros(2, 9, 1, dtype=torch.int64)
 
     def work() -> None:

@@ -11,6 +11,7 @@ import torch
 from hybrid_kv.errors import ConfigError, ShapeError
 from hybrid_kv.ops import portable
 from hybrid_kv.ops.native import library
+from hybrid_kv.ops.native.graph import nearest_keys
 from hybrid_kv.ops.native.rows import QuantisedKeys
 from hybrid_kv.ops.native.scans import FlatScan
 from tests.ops.native.scan_data import (
@@ -199,7 +200,7 @@ def test_nearest_keys_are_those_of_a_search(
     queries = strided(torch.randn(1, num_queries, 72).to(dtype))[0]
     scan = int8(keys, engine)
     with pool_of(engine, threads) as pool:
-        found = scan.nearest(1, queries, 50, rerank=100, pool=pool)
+        found = nearest_keys(scan, 1, queries, 50, rerank=100, pool=pool)
     assert (found.dtype, found.shape) == (torch.int32, (num_queries, 50))
     if num_queries:
         both = queries.float().expand(2, -1, -1)
@@ -209,7 +210,7 @@ def test_nearest_keys_are_those_of_a_search(
 def test_nearest_keys_are_the_true_ones(engine: ctypes.CDLL) -> None:
     keys = make_keys(1, 20000, 128).bfloat16()
     queries = torch.randn(500, 128)
-    found = int8(keys, engine).nearest(0, queries, 100, rerank=150)
+    found = nearest_keys(int8(keys, engine), 0, queries, 100, rerank=150)
     true = true_scores(queries[None], keys)[0]
     best = true.topk(100, -1).values
     assert (true.gather(-1, found.long()) >= best[:, -1:] - 1e-3).double().mean() > 0.999
@@ -229,9 +230,9 @@ def test_what_does_not_fit_is_refused(engine: ctypes.CDLL) -> None:
     with pytest.raises(ConfigError, match="id_dtype must be int32 or int64"):
         scan.search(torch.zeros(2, 3, 8), 1, id_dtype=torch.int16)
     with pytest.raises(ShapeError, match=r"queries must be \[M, 8\], got shape \[3, 9\]"):
-        scan.nearest(0, torch.zeros(3, 9), 5)
+        nearest_keys(scan, 0, torch.zeros(3, 9), 5)
     with pytest.raises(ConfigError, match="top_k must be at least 1"):
-        scan.nearest(0, torch.zeros(3, 8), 0)
+        nearest_keys(scan, 0, torch.zeros(3, 8), 0)
     with pytest.raises(ShapeError, match="quantised keys must be those of keys"):
         FlatScan(keys[:, :20], int8(keys, engine).quantised, engine=engine)
     rows_only = QuantisedKeys(2, 8, with_rows=True, with_blocks=False, engine=engine)
