@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
-from hybrid_kv.cli.options import load_plugin
 from hybrid_kv.errors import ConfigError, PluginWarning
+from hybrid_kv.plugin import load_plugin
 from hybrid_kv.registry import Plugin, Registry
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import hybrid_kv as hkv
-from hybrid_kv.cli.options import load_plugin
+from hybrid_kv.plugin import load_plugin
 from hybrid_kv.plugins import METHODS
 from hybrid_kv.testing import check_index, check_method
 from tests.contracts.architectures import build

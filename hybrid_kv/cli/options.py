@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from functools import wraps
-from importlib import import_module
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
@@ -66,6 +63,7 @@ Settings = Annotated[
 
 
 def _load_plugins(modules: list[str] | None) -> list[str] | None:
+    from hybrid_kv.plugin import load_plugin
 
     for module in modules or ():
         load_plugin(module)
@@ -447,58 +445,3 @@ def grouped(verb: Callable[..., None]) -> Callable[..., None]:
     call.__signature__ = inspect.Signature(spread)  # type: ignore[attr-defined]
     call.__annotations__ = {parameter.name: parameter.annotation for parameter in spread}
     return call
-
-
-def load_plugin(module: str) -> None:
-    """Imports a module that registers methods or index kinds.
-
-    Args:
-        module: its dotted name, or the path of a .py file.
-
-    Raises:
-        ConfigError: it cannot be imported, or registers nothing.
-    """
-    from hybrid_kv.errors import ConfigError
-    from hybrid_kv.registry import Registry
-
-    before, path = _others(), Path(module)
-    try:
-        name = _import_file(path) if path.suffix == ".py" else import_module(module).__name__
-    except ConfigError:
-        raise
-    except Exception as error:
-        way = "check it" if path.suffix == ".py" else "give the path of its .py file, or install it"
-        raise ConfigError(
-            f"plugin '{module}' must be a module that can be imported, got {type(error).__name__}: "
-            f"{error}; {way}"
-        ) from error
-    if _others() == before and not any(one.has_of(name) for one in Registry.all):
-        raise ConfigError(
-            f"plugin '{module}' must register a method or an index kind, got neither; decorate its "
-            "class with @METHODS.register(NAME) or @INDEXES.register(NAME)"
-        )
-
-
-def _others() -> list[set[str]]:
-    from hybrid_kv.registry import Registry
-
-    return [registry.others() for registry in Registry.all]
-
-
-def _import_file(path: Path) -> str:
-    """Imports a file once; the name of its module."""
-    place = path.resolve()
-    name = f"hybrid_kv_plugin_{place.stem}_{abs(hash(str(place))):x}"
-    if name in sys.modules:
-        return name
-    spec = spec_from_file_location(name, place)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"no module in {place}")
-    module = module_from_spec(spec)
-    sys.modules[name] = module  # pydantic looks up annotations there
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return name

@@ -14,8 +14,8 @@ from hybrid_kv.config import HybridConfig
 from hybrid_kv.contest.arguments import EvalArguments
 from hybrid_kv.contest.evaluation import Evaluation
 from hybrid_kv.contest.folder import Key
+from hybrid_kv.plugin import load_plugin
 from hybrid_kv.ray.cluster import NodeFacts
-from hybrid_kv.registry import load_plugin
 from hybrid_kv.report import Environment, probe_environment
 from hybrid_kv.report.evaluation import Cell, EvalRow
 from hybrid_kv.report.run import environment_on
