@@ -25,9 +25,9 @@ from hybrid_kv.ops import reference_pages
 from hybrid_kv.ops.host_memory import host_array
 from hybrid_kv.ops.native.attend import RetrievedAttention
 from hybrid_kv.ops.native.library import Pool
-from hybrid_kv.ops.native.pages import PageDigests
 from hybrid_kv.ops.native.rows import QuantisedKeys
 from hybrid_kv.ops.native.scans import FlatScan, stream
+from hybrid_kv.ops.native.selected import PageDigests
 from hybrid_kv.report.compact import compact
 from hybrid_kv.report.run import probe_environment
 

@@ -16,8 +16,8 @@ from hybrid_kv import config
 from hybrid_kv.index._base import SCRATCH_BYTES, KeyIndex, SavedIndex, rank, scan
 from hybrid_kv.index._file import check_fingerprint, fingerprint, refusing_what_is_damaged
 from hybrid_kv.ops.native.library import default_pool, engine
-from hybrid_kv.ops.native.pages import PageDigests
 from hybrid_kv.ops.native.rows import DTYPES
+from hybrid_kv.ops.native.selected import PageDigests
 from hybrid_kv.plugins import INDEXES
 from hybrid_kv.types import Needs, SearchResult
 

@@ -119,7 +119,7 @@ ATTEND_CAUSAL = _Attention("attend_causal", _PROMPT, *_FUSED, _defined())
 ATTEND_WITH_MASSES = Operation[tuple[PartialAttention, Tensor]]("attend_with_masses", _PROMPT)
 _SPARSE = "hybrid_kv.ops.reference"
 _TILES = _native(module="hybrid_kv.ops.native.prompt")
-_SOME = "hybrid_kv.ops.native.pages"
+_SELECTED = "hybrid_kv.ops.native.selected"
 ATTEND_BLOCKS = _Attention(
     "attend_blocks",
     _PROMPT,
@@ -131,7 +131,7 @@ BLOCK_MASSES = Operation[Tensor]("block_masses", _TILES, _defined(module=_SPARSE
 ATTEND_RETRIEVED = _Attention("attend_retrieved", _native(), _defined(uses="attend"))
 ATTEND_RAGGED = _Attention(
     "attend_ragged",
-    _native("few", module=_SOME),
+    _native("few", module=_SELECTED),
     _triton("ragged", uses="uploads"),
     _defined(uses="attend"),
 )
@@ -141,7 +141,7 @@ PLAN_STEP = Operation[None]("plan_step", _native(name="LayerPlan"))
 
 PAGE_SCORES = Operation[Tensor](
     "page_scores",
-    _native(module=_SOME),
+    _native(module=_SELECTED),
     _triton("digests"),
     _of_pages(),
 )

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from hybrid_kv.errors import ConfigError, ShapeError
 from hybrid_kv.ops import Ops, native, reference
-from hybrid_kv.ops.native import library, pages
+from hybrid_kv.ops.native import library, selected
 from hybrid_kv.ops.native.attend import RetrievedAttention, Visible, attend_rows, merge
 from hybrid_kv.ops.native.library import Pool, default_pool, work_alone
-from hybrid_kv.ops.native.pages import attend_ragged
+from hybrid_kv.ops.native.selected import attend_ragged
 from hybrid_kv.types import HIDDEN, PartialAttention
 from tests.ops.native.scan_data import ATTENTION, pool_of, strided
 from tests.oracle import softmax_attention
@@ -380,7 +380,7 @@ def test_a_thread_that_works_alone_leaves_the_pool_to_decoding(
 
     for name in ("attend_rows", "attend_retrieved", "merge"):
         monkeypatch.setattr(native, name, watched(getattr(native, name)))
-    monkeypatch.setattr(pages, "attend_ragged", watched(attend_ragged))
+    monkeypatch.setattr(selected, "attend_ragged", watched(attend_ragged))
     rows, ids = torch.randn(1, 2, 9, 8), torch.zeros(2, 9, 1, dtype=torch.int64)
 
     def work() -> None:

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from hybrid_kv.errors import ConfigError, ShapeError
 from hybrid_kv.ops import get_ops, native, reference_pages
-from hybrid_kv.ops.native import pages as pages_module
-from hybrid_kv.ops.native.pages import PageDigests
+from hybrid_kv.ops.native import selected
+from hybrid_kv.ops.native.selected import PageDigests
 from hybrid_kv.types import SearchResult
 from tests.ops.native.scan_data import SCORES, check_order, make_keys, pool_of, strided
 
@@ -91,10 +91,8 @@ def test_the_dispatch_gives_the_bounds_of_the_definition(dtype: torch.dtype) -> 
 def test_the_engine_serves_pages_that_it_can_read(monkeypatch: pytest.MonkeyPatch) -> None:
     low, high = digests(50, 72, torch.bfloat16)
     calls = []
-    plain = pages_module.page_scores
-    monkeypatch.setattr(
-        pages_module, "page_scores", lambda *of, pool: calls.append(of) or plain(*of)
-    )
+    plain = selected.page_scores
+    monkeypatch.setattr(selected, "page_scores", lambda *of, pool: calls.append(of) or plain(*of))
     get_ops("auto").page_scores(torch.randn(2, 3, 72), low, high)
     get_ops("auto").page_scores(torch.randn(2, 3, 72).double(), low.double(), high.double())
     assert len(calls) == (native.engine_state().isa is not None)
