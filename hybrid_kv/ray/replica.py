@@ -21,8 +21,8 @@ from transformers import (
 from hybrid_kv.api import LLM, load
 from hybrid_kv.config import HybridConfig
 from hybrid_kv.errors import ConfigError, OtherContextError
+from hybrid_kv.plugin import load_plugin
 from hybrid_kv.ray.cluster import NodeFacts
-from hybrid_kv.registry import load_plugin
 from hybrid_kv.report import probe_environment
 from hybrid_kv.saved.identity import model_identity, name_of, stored_settings, tokenizer_identity
 from hybrid_kv.saved.registry import ContextRegistry

@@ -102,7 +102,7 @@ class GrammarReader:
         matcher = LLMatcher(self._tokens, text, log_level=0)
         if matcher.is_error():
             raise _refusal(asked, matcher.get_error())
-        return Grammar(matcher, self._vocab)
+        return Grammar(asked, matcher, self._vocab)
 
 
 def _refusal(asked: GrammarText, why: str) -> ConfigError:
@@ -113,17 +113,20 @@ def _refusal(asked: GrammarText, why: str) -> ConfigError:
 
 
 class Grammar:
-    """Keeps an answer to a grammar, whatever tokens are tried and taken back."""
+    """Keeps an answer to a grammar, whatever tokens are tried and taken back.
 
-    def __init__(self, matcher: Any, vocab: int) -> None:
-        self._matcher, self._vocab = matcher, vocab
+    text: that it was read from.
+    """
+
+    def __init__(self, text: GrammarText, matcher: Any, vocab: int) -> None:
+        self.text, self._matcher, self._vocab = text, matcher, vocab
         self._taken: list[int] = []
 
     def copy(self) -> Grammar:
         """The same for another answer, from its first token on."""
         matcher = self._matcher.deep_copy()
         matcher.reset()
-        return Grammar(matcher, self._vocab)
+        return Grammar(self.text, matcher, self._vocab)
 
     def allowed(self, answer: Sequence[int]) -> Tensor:
         """Bool [V] on the host: the tokens that may follow those of an answer.
