@@ -8,7 +8,7 @@ import re
 import socket
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -32,6 +32,10 @@ class ClusterError(HybridKVError, RuntimeError):
 
 class NodeLostError(ClusterError):
     """A node, or the worker on it, has ended."""
+
+
+PATIENCE_S = 60.0
+"""For a worker to begin, with its imports, before it is said that it has not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +94,21 @@ def alive_nodes() -> list[ClusterNode]:
 
     nodes = [_node(facts) for facts in ray.nodes() if facts["Alive"]]
     return [node for node in nodes if node.cpus >= 1]
+
+
+def name_waiting(asked: Mapping[NodeWorker, Any], tell: Callable[[str], None]) -> None:
+    """Waits for the first answers of workers, for a while; then names those that have not begun.
+
+    Args:
+        asked: references to their answers.
+    """
+    import ray
+
+    references = list(asked.values())
+    _, missing = ray.wait(references, num_returns=len(references), timeout=PATIENCE_S)
+    for worker, reference in asked.items():
+        if reference in missing:
+            tell(f"waiting for node {worker.node.name}; others may use its processors")
 
 
 def agreed(

@@ -20,7 +20,14 @@ from typing import Any
 from hybrid_kv.contest.arguments import EvalArguments
 from hybrid_kv.contest.evaluation import CellSource
 from hybrid_kv.contest.folder import Key, key_of
-from hybrid_kv.ray.cluster import ClusterError, NodeLostError, NodeWorker, agreed, connected
+from hybrid_kv.ray.cluster import (
+    ClusterError,
+    NodeLostError,
+    NodeWorker,
+    agreed,
+    connected,
+    name_waiting,
+)
 from hybrid_kv.ray.worker import EvalWorker, LoadedEvaluation
 from hybrid_kv.report import Environment, probe_environment
 from hybrid_kv.report.evaluation import Cell, EvalRow
@@ -157,6 +164,8 @@ class ClusterEvaluation(CellSource):
     def _answers(self, method: str) -> dict[NodeWorker, Any]:
         """Answer of every node that is still there; nodes that leave meanwhile are left out."""
         references = {worker: worker.call(method) for worker in self._workers}
+        if method == "facts":  # for which a node is needed, and little time
+            name_waiting(references, self._tell)
         answers = {}
         for worker, reference in references.items():
             try:

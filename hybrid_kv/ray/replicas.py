@@ -24,6 +24,7 @@ from hybrid_kv.ray.cluster import (
     agreed,
     alive_nodes,
     connected,
+    name_waiting,
 )
 from hybrid_kv.ray.replica import LoadedReplica, Replica, ReplicaSpec
 from hybrid_kv.ray.routing import Router
@@ -123,6 +124,7 @@ class Replicas:
     def _start(self, nodes: Sequence[ClusterNode]) -> tuple[NodeFacts, RemoteModel]:
         workers = [self._worker(node) for node in nodes]
         asked = {worker: worker.call("facts") for worker in workers}
+        name_waiting(asked, self._tell)
         versions = {worker: worker.result(reference) for worker, reference in asked.items()}
         agreed(versions, probe_environment().versions)
         loading = {worker: worker.call("load", self._spec) for worker in workers}

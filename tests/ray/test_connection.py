@@ -21,9 +21,13 @@ def words(tmp_path: Path, address: str) -> tuple[object, ...]:
     return "eval", "needle", "--ray", address, "-o", tmp_path / "results"
 
 
-def test_without_ray_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("verb", ["eval", "serve"])
+def test_without_ray_the_extra_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
     monkeypatch.setattr(clusters, "find_spec", lambda name: None)
-    error = refused(*words(tmp_path, "auto"))
+    serve = ("serve", "needle", "--port", 0, "--ray", "auto")
+    error = refused(*(words(tmp_path, "auto") if verb == "eval" else serve))
     assert "--ray needs Ray, got an environment without; pip install 'hybrid-kv[ray]'" in error
 
 

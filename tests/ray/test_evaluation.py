@@ -12,6 +12,7 @@ import pytest
 from hybrid_kv.contest.arguments import EvalArguments
 from hybrid_kv.contest.folder import ResultsFolder
 from hybrid_kv.errors import ConfigError
+from hybrid_kv.ray import cluster as clusters
 from hybrid_kv.ray import evaluation as evaluations
 from hybrid_kv.ray.cluster import NodeWorker, connected
 from hybrid_kv.ray.evaluation import ClusterEvaluation
@@ -151,13 +152,18 @@ def test_a_model_that_a_node_does_not_have_is_named_with_the_node(
 def test_a_node_with_another_version_is_refused(
     cluster: Any, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Workers import for seconds first, so that both nodes are waited for."""
+    monkeypatch.setattr(clusters, "PATIENCE_S", 0.01)
+    told: list[str] = []
     here = evaluations.probe_environment()
     newer = here.model_copy(update={"versions": here.versions | {"hybrid-kv": "9.9"}})
     monkeypatch.setattr(evaluations, "probe_environment", lambda: newer)
     with pytest.raises(
         ConfigError, match=r"node \S+ \(\w{8}\) must have hybrid-kv 9.9, as this machine has, got "
     ):
-        ClusterEvaluation(cluster.address, arguments(model))
+        ClusterEvaluation(cluster.address, arguments(model), tell=told.append)
+    assert len(told) == 2
+    assert re.fullmatch(r"waiting for node \S+ \(\w+\); others may use its processors", told[0])
 
 
 def test_a_node_without_the_package_is_refused(cluster: Any, tmp_path: Path) -> None:
