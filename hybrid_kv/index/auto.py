@@ -295,7 +295,7 @@ class AutoIndex(PartedIndex):
     def bytes_per_key(cls, params: Any, num_keys: int, head_dim: int) -> int:
         sizes = params.sizes
         most = SketchIndex.bytes_per_key(sizes, num_keys, head_dim)
-        if not sizes.graph_tokens or num_keys < sizes.graph_min_keys:
+        if not sizes.graph_tokens:
             return most
         degree, least = sizes.max_degree, sizes.graph_min_keys
         return max(most, bytes_per_key(num_keys, head_dim, max_degree=degree, min_keys=least))
