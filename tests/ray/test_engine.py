@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -150,3 +151,33 @@ def test_a_request_is_cancelled_where_it_is_answered(monkeypatch: pytest.MonkeyP
         assert list(handle.events())[-1].reason == "cancelled"
         with pytest.raises(BusyError, match="takes no new requests"):
             engine.submit(Request((1, 2, 3), 4))
+
+
+def test_a_cancel_that_the_replica_did_not_know_yet_is_said_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    replicas = FakeReplicas()
+    monkeypatch.setattr(engines, "Replicas", lambda *rest: replicas)
+
+    class Late(FakeReplica):
+        knows = threading.Event()
+
+        def stream(self, *given: Any) -> Iterator[Any]:
+            assert self.knows.wait(30)
+            for _ in range(100):
+                yield Prefilled(1, 3)
+                if self.cancelled:
+                    yield Finished("cancelled", Usage(3))
+            yield END
+
+        def call(self, method: str, number: int) -> None:
+            if self.knows.is_set():
+                super().call(method, number)
+
+    late = Late(())
+    replicas.left = [late]
+    with ReplicaEngine("auto", SPEC) as engine:
+        handle = engine.submit(Request((1, 2, 3), 4))
+        handle.cancel()
+        late.knows.set()
+        assert list(handle.events())[-1].reason == "cancelled"
