@@ -18,7 +18,9 @@ CODES = {
     "sentence": "raise SystemExit('why')",
     "nothing": "raise SystemExit",
     "killed": "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
-    "ctrl-c": "import os, signal; os.kill(os.getpid(), signal.SIGINT)",
+    "ctrl-c": "import os, signal\n"
+    "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a job in the background
+    "os.kill(os.getpid(), signal.SIGINT)",
     "at exit": "import atexit; atexit.register(print, 'end'); print('begin')",
     "thread": "import threading, time\n"
     "threading.Thread(target=lambda: (time.sleep(.1), print('late'))).start()",

@@ -63,10 +63,11 @@ Settings = Annotated[
 
 
 def _load_plugins(modules: list[str] | None) -> list[str] | None:
-    from hybrid_kv.plugin import load_plugin
+    if modules:  # else nothing is imported, so that wrong names are refused at once
+        from hybrid_kv.plugin import load_plugin
 
-    for module in modules or ():
-        load_plugin(module)
+        for module in modules:
+            load_plugin(module)
     return modules
 
 

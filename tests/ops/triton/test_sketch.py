@@ -291,7 +291,7 @@ class Launches(TorchDispatchMode):
         self.others: list[str] = []
         self._within = False
         names = ("find", "scan", "lists", "attend")
-        for name in (*(f"sketch_{name}" for name in names), "paged", "unread", "merge"):
+        for name in (*(f"sketch_{name}" for name in names), "paged", "unread"):
             module = import_module(f"hybrid_kv.ops.triton.{name}")
             for kernel, value in vars(module).copy().items():
                 if kernel.endswith("_kernel"):
