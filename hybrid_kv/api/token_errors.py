@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from math import inf
 from typing import Any
 
 import torch
@@ -105,6 +106,7 @@ class TokenErrorLimit:
     @contextmanager
     def drafting(self) -> Iterator[None]:
         self._drafts.clear()
+        self._unread = self._left_unread()
         self._kv.watchers.append(self._halves)
         try:
             yield
@@ -115,10 +117,16 @@ class TokenErrorLimit:
         if not self._is_known:
             self._is_known = _check_method(self._kv, "max_error")
         halves, spreads = self._halves.take(), spreads_of(logits).tolist()
-        halves = halves or [0.0] * len(spreads)  # nothing is cold yet
+        before, self._unread = self._unread, self._left_unread()
+        if not halves:  # nothing is cold yet; but a step that nobody has seen is not trusted
+            halves = [0.0 if self._unread == before else inf] * len(spreads)
         new = [TokenError.of(half, *spread) for half, spread in zip(halves, spreads, strict=False)]
         self._drafts += new
         return [one.kl <= self._most for one in new]
+
+    def _left_unread(self) -> int:
+        """Entries, over all steps so far."""
+        return self._kv.work.visible - self._kv.work.attended
 
     def came_out(self, trusted: int, logits: Tensor) -> None:
         some = self._drafts[: min(trusted, len(logits))]

@@ -312,7 +312,7 @@ _SHAPE = "Llama-3-8B"
 _STEPS = 24
 _BAR_CELLS = 40
 _SCAN = {"index": {"kind": "flat", "precision": "int8"}}
-"""What serves by default from the first token on; learning a sketch would take a minute."""
+"""The index that serves by default from the first token on; a sketch is learned for a minute."""
 
 
 def decode_layer(

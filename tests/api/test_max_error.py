@@ -15,16 +15,12 @@ from transformers import PreTrainedModel
 import hybrid_kv as hkv
 from hybrid_kv.api.token_errors import TokenErrorLimit
 from hybrid_kv.errors import ConfigError
+from tests.api.test_token_errors import CONFIG, IDS
 from tests.cli.support import TINY, call, refused
 from tests.contracts.architectures import build
 from tests.kit import cache_of
 from tests.models.folder import model, tokenizer
 
-IDS = [3 + (7 * n + n * n // 5) % 9 for n in range(70)]
-CONFIG: dict[str, Any] = {
-    **{"method": "hybrid", "page_size": 4, "sink_tokens": 4, "window_tokens": 8},
-    **{"cold": {"top_k": 4, "index": "flat"}, "dense_extend_tokens": 3},
-}
 NEVER, ALWAYS = 1e-12, 1e9
 """Limits that no step of these keeps to, and that all do."""
 
@@ -154,6 +150,16 @@ def test_what_reads_everything_is_not_verified(plain: PreTrainedModel) -> None:
         got = llm.generate(IDS, max_new_tokens=9, max_error=NEVER)
         assert (got.exact.passes, got.exact.trusted, got.exact.unverified) == (0, 0, 8)
         assert {one.kl for one in got.token_errors} == {0.0}
+
+
+def test_steps_that_nobody_has_watched_are_verified(
+    llm: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a step that some other way of making steps would keep from its watchers."""
+    monkeypatch.setattr("hybrid_kv.api.token_errors.HalfWatcher.wants", lambda *_: False)
+    got = llm.generate(IDS, max_new_tokens=20, max_error=ALWAYS)
+    assert got.exact.trusted == 0
+    assert got.token_ids == llm.generate(IDS, max_new_tokens=20, exact=True).token_ids
 
 
 def test_an_error_in_the_middle_leaves_nobody_watching(llm: Any) -> None:

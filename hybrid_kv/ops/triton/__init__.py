@@ -12,7 +12,7 @@ BLOCK_KEYS = 16
 """Keys that one maximum stands for: the candidates of a query are `count` blocks of them."""
 
 SCRATCH_BYTES = 256 * 2**20
-"""What a search takes beside its queries, its keys and its result."""
+"""Memory of a search, beside its queries, its keys and its result."""
 
 
 def portion(heads: int, num_keys: int, count: int) -> int:

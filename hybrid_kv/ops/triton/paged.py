@@ -19,7 +19,7 @@ PROGRAMS = 256
 """Programs wanted: about two for each multiprocessor of a large GPU."""
 
 MAX_SPLITS = 64
-"""What one program of the reduction holds in registers at head_dim 128."""
+"""Parts that one program of the reduction holds in registers, at head_dim 128."""
 
 _HIDDEN = tl.constexpr(HIDDEN)
 
