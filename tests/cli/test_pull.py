@@ -155,7 +155,13 @@ def test_nothing_of_a_download_imports_torch(hub: Hub, tmp_path: Path) -> None:
 def test_ctrl_c_is_one_line_and_the_same_command_goes_on(hub: Hub, tmp_path: Path) -> None:
     hub.stalls = "model.safetensors"
     process = subprocess.Popen(
-        [*WORDS, NAME], env=_environment(hub, tmp_path), stdout=-1, stderr=-1, text=True
+        [*WORDS, NAME],
+        env=_environment(hub, tmp_path),
+        stdout=-1,
+        stderr=-1,
+        text=True,
+        # A job in the background ignores it.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
     )
     assert hub.stalled.wait(60)
     process.send_signal(signal.SIGINT)
