@@ -98,7 +98,7 @@ class Soak:
 
     def check_codes(self) -> None:
         """Codes of some blocks are those of the keys that lie there."""
-        for layer, cache in zip(self.layers, self.caches, strict=True):
+        for layer, cache in zip(self.layers, self.caches, strict=bool(self.layers)):
             if layer.index is None:
                 continue
             index, blocks = layer.index, as_blocks(cache)

@@ -7,14 +7,14 @@ and the hash of the block before, so that equal hashes mean equal beginnings, ho
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from hybrid_kv.config import HybridConfig
 from hybrid_kv.errors import OtherContextError
@@ -46,15 +46,33 @@ _RUNNING = frozenset(HybridConfig.model_fields) - {"method", "page_size", "param
 
 def model_identity(model: PreTrainedModel) -> SavedModel:
     """Identity that tells a model from others, the same in every process."""
-    config = text_config(model).to_dict()
-    facts = {name: config[name] for name in _FACTS if config.get(name) is not None}
+    facts = model_facts(text_config(model))
+    return SavedModel(facts=facts, weights=weights_hash(stored_tensors(model)))
+
+
+def model_facts(config: PreTrainedConfig) -> dict[str, Any]:
+    """Shape and positions as the configuration of a text model says them."""
+    known = config.to_dict()
+    facts = {name: known[name] for name in _FACTS if known.get(name) is not None}
+    found: dict[str, Any] = json.loads(json.dumps(facts))
+    return found
+
+
+def weights_hash(named: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None) -> str:
+    """SHA-256 over name, shape, dtype and a sample of each weight.
+
+    Args:
+        dtype: of a model that is loaded from these weights; None where they are a model's own.
+    """
     weights = sha256()
-    for name, weight in sorted(stored_tensors(model)):
+    for name, weight in sorted(named, key=lambda pair: pair[0]):
         flat = weight.reshape(-1)
         sample = flat[:: max(1, len(flat) // _SAMPLED)][:_SAMPLED].cpu().contiguous()
-        weights.update(f"{name} {list(weight.shape)} {weight.dtype}".encode())
+        if dtype is not None and sample.is_floating_point():
+            sample = sample.to(dtype)
+        weights.update(f"{name} {list(weight.shape)} {sample.dtype}".encode())
         weights.update(_bytes_of(sample))
-    return SavedModel(facts=json.loads(json.dumps(facts)), weights=weights.hexdigest())
+    return weights.hexdigest()
 
 
 def tokenizer_identity(tokenizer: PreTrainedTokenizerBase | None) -> str | None:

@@ -9,22 +9,26 @@ made.
 from __future__ import annotations
 
 from hybrid_kv.errors import BackendUnavailable
+from hybrid_kv.vllm.settings import CONNECTOR
 
 TRIED = ("0.32.0",)
 """Versions of vLLM whose interfaces were tried; they move from one to the next."""
 
 
 def register() -> None:
-    """Put our backend in the place of vLLM's on a CPU. May be called again.
+    """Put our backend in the place of vLLM's on a CPU, and name our connector. May be called again.
 
     Raises:
         BackendUnavailable: vLLM is of another version.
     """
     import vllm
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     check_version(vllm.__version__)
     register_backend(AttentionBackendEnum.CPU_ATTN, "hybrid_kv.vllm.backend.HybridBackend")
+    if CONNECTOR not in KVConnectorFactory._registry:
+        KVConnectorFactory.register_connector(CONNECTOR, "hybrid_kv.vllm.connector", CONNECTOR)
 
 
 def check_version(version: str) -> None:

@@ -17,6 +17,8 @@ from hybrid_kv.config import Params, Tokens, budget_tokens, first_sentence
 from hybrid_kv.errors import ConfigError, UnsupportedModelError
 
 KEY, VARIABLE = "hybrid_kv", "HYBRID_KV_VLLM"
+CONNECTOR = "HybridContexts"
+"""The KV connector that writes keys by way of the layers, so that their indexes know of it."""
 METHODS = ("sketch",)
 LEAST_SEARCHED, SEARCH_FROM = 4096, 4
 """Tokens that are searched at least, and over those that are found: else all are attended. It takes
@@ -116,10 +118,12 @@ def check_config(config: Any) -> None:
             "speculative_config must be None with hybrid_kv, which decodes one token of a request "
             f"a step; leave it out, {_OFF}"
         )
-    if config.kv_transfer_config is not None:
+    transfer = config.kv_transfer_config
+    if transfer is not None and transfer.kv_connector != CONNECTOR:
         raise ConfigError(
-            "kv_transfer_config must be None with hybrid_kv, as connectors write keys that its "
-            f"index does not see; leave it out, {_OFF}"
+            f"kv_transfer_config must be None or of {CONNECTOR} with hybrid_kv, as other "
+            f"connectors write keys that its index does not see, got {transfer.kv_connector}; "
+            f"leave it out, {_OFF}"
         )
     dtype = config.cache_config.cache_dtype
     if dtype not in ("auto", "bfloat16", "float16"):

@@ -86,7 +86,11 @@ def config(**given: Any) -> Any:
     ("given", "error", "said"),
     [
         ({"speculative": object()}, ConfigError, "speculative_config must be None"),
-        ({"transfer": object()}, ConfigError, "kv_transfer_config must be None"),
+        (
+            {"transfer": SimpleNamespace(kv_connector="NixlConnector")},
+            ConfigError,
+            "kv_transfer_config must be None or of HybridContexts .*, got NixlConnector",
+        ),
         ({"dtype": "fp8_e5m2"}, ConfigError, "kv_cache_dtype must be auto .*, got fp8_e5m2"),
         ({"dcp": 2}, ConfigError, "decode_context_parallel_size must be 1"),
         ({"hybrid": True}, UnsupportedModelError, "models with recurrent layers"),
@@ -94,6 +98,7 @@ def config(**given: Any) -> Any:
 )
 def test_configurations_that_are_not_served(given: Any, error: Any, said: str) -> None:
     check_config(config())
+    check_config(config(transfer=SimpleNamespace(kv_connector="HybridContexts")))
     with pytest.raises(error, match=f"{said}.*leave out hybrid_kv's settings"):
         check_config(config(**given))
 
