@@ -6,7 +6,8 @@ method stand side by side; a key that the method does not use is refused, never 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, partial
 from types import UnionType
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias, Union, get_args, get_origin
 
@@ -25,6 +26,7 @@ from pydantic_core import PydanticUndefined
 from hybrid_kv.counts import parse_count as parse_count  # noqa: PLC0414 (plug-ins import it here)
 from hybrid_kv.errors import ConfigError, said, unknown_setting
 from hybrid_kv.plugins import INDEXES, METHODS, Plugin, Registry
+from hybrid_kv.types import Needs
 
 
 def budget_tokens(budget: str, context_tokens: int) -> int:
@@ -203,12 +205,22 @@ class PluginConfig(Params):
             return getattr(params, name)
         raise AttributeError(f"{type(self).__name__} has no setting '{name}'")
 
+    def __copy__(self) -> Self:
+        """Without what follows from the settings: `model_copy` may give the copy others."""
+        copied = super().__copy__()
+        for name in copied.__dict__.keys() - type(self).model_fields.keys():
+            del copied.__dict__[name]
+        return copied
+
+    @cached_property
     def plugin(self) -> Plugin[Any]:
         return self.registry[getattr(self, self.name_field)]
 
-    def build(self) -> Any:
-        """A new instance of the plug-in with these parameters."""
-        return self.plugin().factory(self.params)
+    @cached_property
+    def build(self) -> Callable[[], Any]:
+        """Makes a new instance of the plug-in with these parameters."""
+        factory: Callable[[Any], Any] = self.plugin.factory
+        return partial(factory, self.params)
 
     def flat(self) -> dict[str, Any]:
         """The group as users write it: JSON-ready, parameters beside the name."""
@@ -318,7 +330,12 @@ class IndexConfig(PluginConfig):
     @property
     def ranks(self) -> bool:
         """See `Index.ranks`."""
-        return bool(self.plugin().factory.ranks)
+        return bool(self.plugin.factory.ranks)
+
+    @cached_property
+    def needs(self) -> Needs:
+        """See `Index.needs`."""
+        return self.plugin.factory.needs(self.params)  # type: ignore[no-any-return]
 
 
 class MethodConfig(PluginConfig):
@@ -412,7 +429,7 @@ class HybridConfig(PluginConfig):
         given = {key: data.pop(key) for key in ("params",) if key in data}
         super().__init__(**self._tree(data, {}), **given)
 
-    @property
+    @cached_property
     def prefill_error(self) -> float | None:
         """The error that block-sparse prefill aims at; None for exact prefill."""
         known = {"exact": None, "sparse": SPARSE_ERROR}

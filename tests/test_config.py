@@ -541,3 +541,12 @@ class TestBuiltInMethods:
         text = refusal(method="twin", top_k=6)
         assert text == "setting 'top_k' may mean far.top_k or near.top_k; write it out"
         assert HybridConfig(method="twin", **{"far.top_k": 6}).far.top_k == 6
+
+    def test_a_copy_forgets_what_followed_from_the_settings(self) -> None:
+        config = HybridConfig()
+        assert (config.prefill_error, config.build().params) == (None, config.params)
+        assert config.cold.index.needs.horizon_tokens
+        changed = config.model_copy(update={"prefill": "sparse", "params": config.opened().params})
+        assert (changed.prefill_error, changed.build().params) == (0.05, changed.params)
+        assert changed.params != config.params
+        assert pickle.loads(pickle.dumps(config)) == copy.deepcopy(config) == HybridConfig()

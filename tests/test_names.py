@@ -10,7 +10,7 @@ from pathlib import Path
 import hybrid_kv
 
 ROOT = Path(hybrid_kv.__file__).parent
-TWINS = {"QuantisedKeys", "QuantisedQuery", "SketchSearcher", "SketchTier"}
+TWINS = {"QuantisedKeys", "SketchSearcher", "SketchTier"}
 """What the engine does and its portable twin does as well, under one name on purpose."""
 
 

@@ -44,7 +44,6 @@ from hybrid_kv.models.cache_state import passing
 from hybrid_kv.models.exact_decoding import ExactDecoding
 from hybrid_kv.models.exact_steps import check_exact, drop_inexact
 from hybrid_kv.models.hf_cache import TieredCache
-from hybrid_kv.models.support import check_context
 from hybrid_kv.runtime import Stage, check_host_memory, memory_errors
 from hybrid_kv.saved import ContextRegistry
 from hybrid_kv.saved.saving import Provenance
@@ -176,7 +175,7 @@ def check_room(llm: Model, cache: TieredCache, total_tokens: int) -> None:
     """Raises unless the model and the host's memory have room for what the cache lacks of
     `total_tokens`.
     """
-    check_context(llm.model.config.get_text_config(decoder=True), total_tokens)
+    llm.runtime.check_context(total_tokens)
     new = max(0, total_tokens - cache.get_seq_length())
     per_token = llm.runtime.bytes_per_token(cache.kv.means.method, total_tokens)
     check_host_memory(new * per_token, total_tokens)

@@ -18,8 +18,6 @@ from torch import Tensor
 from hybrid_kv import config
 from hybrid_kv.index._base import SavedReport
 
-_ROW_ALIGNMENT = 64
-
 
 class GraphParams(config.Params):
     """max_degree: longest list of neighbours; list_length: keys that a sampled query names;
@@ -56,16 +54,6 @@ class GraphParams(config.Params):
 
     def without_effect(self) -> dict[str, str]:
         return {} if self.link_keys else {"link_positions": "with link_keys 0"}
-
-
-def bytes_per_key(num_keys: int, head_dim: int, *, max_degree: int, min_keys: int) -> int:
-    """See `Index.bytes_per_key`."""
-    codes = -(-head_dim // _ROW_ALIGNMENT) * _ROW_ALIGNMENT + 1
-    if num_keys < min_keys:
-        return codes
-    from hybrid_kv.ops.key_graph import list_bytes
-
-    return codes + list_bytes(max_degree, num_keys) + 4  # if all keys are nodes
 
 
 _SUMMED_KEYS = 8192

@@ -16,9 +16,10 @@ from hybrid_kv.index._auto_choice import Chosen, KindChooser, Sketched
 from hybrid_kv.index._base import SavedIndex, joined, runs
 from hybrid_kv.index._sketch_head import HeadSketch
 from hybrid_kv.index._sketch_learn import SketchLearner, SketchReport
-from hybrid_kv.index._trial import GraphParams, HeadReport, bytes_per_key
+from hybrid_kv.index._trial import GraphParams, HeadReport
 from hybrid_kv.index.flat import StandIn
 from hybrid_kv.index.sketch import Codes, SketchIndex
+from hybrid_kv.ops.native.rows import scanned_bytes
 from hybrid_kv.ops.native.step import EngineSearch
 from hybrid_kv.plugins import INDEXES, Index
 from hybrid_kv.types import Needs, SearchResult
@@ -294,11 +295,12 @@ class AutoIndex(PartedIndex):
     @classmethod
     def bytes_per_key(cls, params: Any, num_keys: int, head_dim: int) -> int:
         sizes = params.sizes
-        most = SketchIndex.bytes_per_key(sizes, num_keys, head_dim)
-        if not sizes.graph_tokens:
-            return most
-        degree, least = sizes.max_degree, sizes.graph_min_keys
-        return max(most, bytes_per_key(num_keys, head_dim, max_degree=degree, min_keys=least))
+        scanned = scanned_bytes(head_dim)  # codes of a sketch are less
+        if not sizes.graph_tokens or num_keys < sizes.graph_min_keys:
+            return scanned
+        from hybrid_kv.ops.key_graph import node_bytes
+
+        return max(scanned, node_bytes(sizes.max_degree, num_keys, head_dim))
 
     @property
     def relearn_keys(self) -> int:

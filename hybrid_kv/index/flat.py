@@ -79,7 +79,7 @@ class FlatIndex(KeyIndex):
 
     @classmethod
     def bytes_per_key(cls, params: Any, num_keys: int, head_dim: int) -> int:
-        return head_dim + 8 if params.precision == "int8" else 0
+        return native_rows.scanned_bytes(head_dim) if params.precision == "int8" else 0
 
     @property
     def memory_bytes(self) -> int:

@@ -21,11 +21,12 @@ from hybrid_kv.index._base import SavedIndex
 from hybrid_kv.index._file import check_fingerprint, fingerprint, refusing_what_is_damaged
 from hybrid_kv.index._graph_learner import GraphLearner, rows_of, walks_of_each
 from hybrid_kv.index._growth import GraphGrowth
-from hybrid_kv.index._trial import GraphParams, HeadReport, bytes_per_key
+from hybrid_kv.index._trial import GraphParams, HeadReport
 from hybrid_kv.index.flat import KeyScan, StandIn, int8_scan, num_candidates, planned
-from hybrid_kv.ops.key_graph import KeyGraph, check_graph, no_graph
+from hybrid_kv.ops.key_graph import KeyGraph, check_graph, no_graph, node_bytes
 from hybrid_kv.ops.native.graph import GraphSearcher
 from hybrid_kv.ops.native.library import pool_here
+from hybrid_kv.ops.native.rows import scanned_bytes
 from hybrid_kv.ops.native.step import EngineSearch
 from hybrid_kv.plugins import INDEXES, Index
 from hybrid_kv.types import Needs, SearchReads, SearchResult
@@ -73,8 +74,10 @@ class GraphIndex(SavedIndex):
 
     @classmethod
     def bytes_per_key(cls, params: Any, num_keys: int, head_dim: int) -> int:
-        degree, least = params.max_degree, params.min_keys
-        return bytes_per_key(num_keys, head_dim, max_degree=degree, min_keys=least)
+        scanned = scanned_bytes(head_dim)
+        if num_keys < params.min_keys:
+            return scanned
+        return max(scanned, node_bytes(params.max_degree, num_keys, head_dim))
 
     @property
     def relearn_keys(self) -> int:

@@ -28,6 +28,7 @@ from hybrid_kv.index._base import SavedIndex, joined, runs
 from hybrid_kv.index._sketch_head import HeadSketch, TierSearcher
 from hybrid_kv.index._sketch_learn import SketchLearner, SketchReport
 from hybrid_kv.index.flat import KeyScan, StandIn, int8_scan, planned
+from hybrid_kv.ops.native.rows import scanned_bytes
 from hybrid_kv.ops.native.step import EngineSearch
 from hybrid_kv.ops.sketch_codes import SketchTier, pack_tiers
 from hybrid_kv.plugins import INDEXES, Index
@@ -112,7 +113,7 @@ class SketchIndex(SavedIndex):
 
     @classmethod
     def bytes_per_key(cls, params: Any, num_keys: int, head_dim: int) -> int:
-        return head_dim + 8  # where a head is scanned; codes are less
+        return scanned_bytes(head_dim)  # where a head is; codes are less
 
     @property
     def relearn_keys(self) -> int:

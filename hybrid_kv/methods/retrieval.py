@@ -206,8 +206,7 @@ class RetrievalAttention(Method):
 
     @property
     def _learns(self) -> Needs:
-        index = self.params.cold.index
-        return index.plugin().factory.needs(index.params)  # type: ignore[no-any-return]
+        return self.params.cold.index.needs  # type: ignore[no-any-return]
 
     @property
     def foresight(self) -> Foresight | None:
@@ -215,7 +214,7 @@ class RetrievalAttention(Method):
 
     def index_bytes_per_token(self, shape: LayerShape, num_tokens: int) -> int:
         index = self.params.cold.index
-        per_key = index.plugin().factory.bytes_per_key(index.params, num_tokens, shape.head_dim)
+        per_key = index.plugin.factory.bytes_per_key(index.params, num_tokens, shape.head_dim)
         return shape.num_kv_heads * int(per_key)
 
     def tiers(self, shape: LayerShape, num_tokens: int) -> Tiers:

@@ -27,7 +27,6 @@ from hybrid_kv.models.support import (
     find_rotary,
     inspect_model,
     keep_as_stored,
-    text_config,
 )
 from hybrid_kv.plugins import Method
 from hybrid_kv.runtime import make_executor
@@ -89,11 +88,11 @@ class Attachment:
         """
         if not self._open:
             raise ConfigError("attachment is closed; attach the model again for a new cache")
-        return HybridCache(self.model, config)
+        return HybridCache.of(self, config)
 
     def _checked(self, config: ConfigLike) -> HybridConfig:
         """The configuration of a cache; the attachment's for None."""
-        if config is None:
+        if config is None or config is self.config:
             return self.config
         own = HybridConfig.of(config)
         for name in _OF_THE_MODEL:
@@ -159,6 +158,10 @@ class Attachment:
         """Bytes of K and V and of indexes for each of `num_tokens`, over all tiered layers."""
         return self._serving.bytes_per_token(method, num_tokens)
 
+    def check_context(self, num_tokens: int) -> None:
+        """Raises ConfigError where `num_tokens` exceed what the model was made for."""
+        self._serving.check_context(num_tokens)
+
     @contextmanager
     def generating(self) -> Iterator[None]:
         """A block in which this thread generates.
@@ -223,11 +226,18 @@ class HybridCache(TieredCache):
     @known_keywords_only
     def __init__(self, model: PreTrainedModel, config: ConfigLike = None) -> None:
         check_model(model)
-        home = _attachment_of(model) or Attachment(model, HybridConfig.of(config))
-        own = home._checked(config)
-        super().__init__(
-            home.info, own, text_config(model), lambda: home._open, home._executor_for(own)
-        )
+        self._begin(_attachment_of(model) or Attachment(model, HybridConfig.of(config)), config)
+
+    @classmethod
+    def of(cls, home: Attachment, config: ConfigLike = None) -> HybridCache:
+        """A cache of an attachment; see `Attachment.cache`."""
+        new = cls.__new__(cls)
+        new._begin(home, config)
+        return new
+
+    def _begin(self, home: Attachment, config: ConfigLike) -> None:
+        own, text = home._checked(config), home._serving.text_config
+        super().__init__(home.info, own, text, lambda: home._open, home._executor_for(own))
         self._home = home
         home._caches.add(self)
 

@@ -274,6 +274,8 @@ class LayerMajorPrefill:
 
     def widened_bytes(self, num_tokens: int) -> int:
         """Bytes of the largest layer that is widened while so many tokens pass; 0 if none is."""
+        if num_tokens < MIN_TOKENS:
+            return 0
         return max((widened_bytes(module, num_tokens) for module in self._ways), default=0)
 
 

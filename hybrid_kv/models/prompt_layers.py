@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from inspect import signature
 from time import perf_counter
 from typing import Any, NamedTuple, TypeGuard
 
@@ -169,15 +168,6 @@ def _forward(weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
 
 _NAMES = ("mlp", "feed_forward")
 """Of the feed-forward of a decoder layer."""
-
-
-def rows_asked(module: nn.Module, inputs: dict[str, Any]) -> int | None:
-    """Rows of hidden states that a model's forward with some inputs needs at its end, counted from
-    the last; None for all of them. Who records hidden states needs all.
-    """
-    asked = inputs.get("logits_to_keep")
-    takes = "logits_to_keep" in signature(module.forward).parameters
-    return asked if type(asked) is int and asked >= 1 and takes else None
 
 
 class LastRows:

@@ -19,7 +19,7 @@ from hybrid_kv.models import hf_attention
 from hybrid_kv.models.cache_state import CACHE_ARGUMENT, outside_graphs, passed, renamed
 from hybrid_kv.models.hf_cache import ServedCache, TieredCache
 from hybrid_kv.models.layer_major import LayerMajorPrefill
-from hybrid_kv.models.support import check_context, text_config, text_parts
+from hybrid_kv.models.support import text_config, text_parts
 from hybrid_kv.plugins import Method
 from hybrid_kv.runtime import check_host_memory
 from hybrid_kv.types import ModelInfo, bytes_per_token
@@ -41,7 +41,7 @@ class Serving:
     """
 
     def __init__(self, model: PreTrainedModel, info: ModelInfo, config: HybridConfig) -> None:
-        self.info, self._text_config = info, text_config(model)
+        self.info, self.text_config = info, text_config(model)
         self._model, self._dtype = model, model.dtype
         self._lock = threading.RLock()  # held by the thread whose forward runs
         self._cache: TieredCache | JoinedCache | None = None  # of the forward that runs
@@ -54,7 +54,7 @@ class Serving:
         self._prefill = LayerMajorPrefill(model, chunk, states)
         self._early: EarlyQueries | None = None
         self._few = _few_tokens(model)
-        for part in text_parts(model, self._text_config):
+        for part in text_parts(model, self.text_config):
             self._wrap(part)
 
     def compute_early_queries(self, info: ModelInfo) -> Mapping[int, str]:
@@ -158,7 +158,7 @@ class Serving:
             self._check(cache, inputs)
         else:
             self._check_joined(cache, inputs)
-        text = self._text_config
+        text = self.text_config
         previous, text._attn_implementation = text._attn_implementation, hf_attention.NAME
         self._set_cache(cache)
         try:
@@ -185,9 +185,7 @@ class Serving:
         in_place = inputs.get("inputs_embeds") is None and not records
         asked = None
         if not records and "logits_to_keep" in inputs:
-            from hybrid_kv.models.prompt_layers import rows_asked
-
-            asked = rows_asked(module, inputs)
+            asked = _rows_asked(module, inputs)
         return self._prefill.serving(cache, shape, in_place=in_place, asked=asked)
 
     def _set_cache(self, cache: TieredCache | JoinedCache | None) -> None:
@@ -205,7 +203,7 @@ class Serving:
                 f"joined caches take one new token for each of their {cache.num_rows} rows, got "
                 f"{None if source is None else list(source.shape)}; prompts go one by one"
             )
-        check_context(self._text_config, cache.get_seq_length() + 1)
+        self.check_context(cache.get_seq_length() + 1)
 
     def _check_belongs(self, cache: TieredCache, inputs: dict[str, Any]) -> None:
         if cache.kv.info.layers is not self.info.layers:
@@ -227,14 +225,23 @@ class Serving:
         if mask is None or (isinstance(mask, Tensor) and mask.ndim == 2):
             seen, is_tiered = cache.get_seq_length(), bool(self.info.layers)
             cache.state.shown.accept(mask, seen, new, is_tiered=is_tiered)
-        check_context(self._text_config, cache.get_seq_length() + new)
+        self.check_context(cache.get_seq_length() + new)
         if new > 1:
             kv = rows * new * self.bytes_per_token(cache.kv.means.method, new)
             check_host_memory(kv + self._prefill.widened_bytes(rows * new), new)
 
+    def check_context(self, num_tokens: int) -> None:
+        """Raises ConfigError where `num_tokens` exceed what the model was made for."""
+        limit = getattr(self.text_config, "max_position_embeddings", None)
+        if limit is not None and num_tokens > limit:
+            raise ConfigError(
+                f"context must be at most {limit} tokens for this model, got {num_tokens}; shorten "
+                "the prompt, ask for fewer new tokens or take a model with a longer context"
+            )
+
     def _records_hidden(self, inputs: dict[str, Any]) -> bool:
         names = ("output_hidden_states", "output_attentions", "output_router_logits")
-        return any(inputs.get(n, getattr(self._text_config, n, False)) for n in names)
+        return any(inputs.get(n, getattr(self.text_config, n, False)) for n in names)
 
     def bytes_per_token(self, method: Method, num_tokens: int) -> int:
         """Bytes of K and V and of indexes for each of `num_tokens`, over all tiered layers."""
@@ -288,6 +295,16 @@ def _source(inputs: dict[str, Any]) -> Tensor | None:
     """The new tokens [B, T], or their embeddings [B, T, hidden]."""
     ids: Tensor | None = inputs.get("input_ids")
     return inputs.get("inputs_embeds") if ids is None else ids
+
+
+def _rows_asked(module: nn.Module, inputs: dict[str, Any]) -> int | None:
+    """Rows of hidden states that a forward needs at its end, counted from the last; None for all.
+
+    Who records hidden states needs all.
+    """
+    asked = inputs.get("logits_to_keep")
+    takes = "logits_to_keep" in signature(module.forward).parameters
+    return asked if type(asked) is int and asked >= 1 and takes else None
 
 
 def _is_one_token(inputs: dict[str, Any]) -> bool:

@@ -300,16 +300,6 @@ def max_context(config: PreTrainedConfig) -> int | None:
     return getattr(config, "max_position_embeddings", None)
 
 
-def check_context(config: PreTrainedConfig, num_tokens: int) -> None:
-    """Raises ConfigError where `num_tokens` exceed what the model was made for."""
-    limit = max_context(config)
-    if limit is not None and num_tokens > limit:
-        raise ConfigError(
-            f"context must be at most {limit} tokens for this model, got {num_tokens}; shorten the "
-            "prompt, ask for fewer new tokens or take a model with a longer context"
-        )
-
-
 # Weights ------------------------------------------------------------------------------------------
 #
 # Libraries pack them in three ways: modules of their own (bitsandbytes, gptqmodel,

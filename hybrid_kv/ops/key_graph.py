@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from hybrid_kv.errors import ConfigError, ShapeError
+from hybrid_kv.ops.native.rows import row_bytes
 
 MAX_DEGREE = 256
 MAX_BEAM = 2**20
@@ -156,6 +157,11 @@ def list_bytes(degree: int, num_nodes: int) -> int:
     used = num_slots(degree) * (16 + num_planes(num_nodes)) // 8
     lines, words = -(-used // 64) * 64, -(-used // 8) * 8
     return lines if 8 * lines <= 9 * used else words
+
+
+def node_bytes(degree: int, num_nodes: int, head_dim: int) -> int:
+    """Bytes of a node with its list, its key in 8 bits and the number of that key."""
+    return list_bytes(degree, num_nodes) + row_bytes(head_dim) + 4
 
 
 def pack_lists(neighbours: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from importlib import import_module
 from types import ModuleType
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
@@ -251,16 +251,20 @@ def choose_backend(
 chosen = cache(choose_backend)  # each step asks a few times in the same words
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ChosenBackend:
     """One requested back end, whose ops are computed by what `choose_backend` says.
 
-    served: what computed the latest call of each op. uploads: index arrays on their devices.
+    served: what computed the latest call of each op.
     """
 
     backend: str = "auto"
     served: dict[str, str] = field(default_factory=dict, compare=False, repr=False)
-    uploads: Uploads = field(default_factory=Uploads, compare=False, repr=False)
+
+    @cached_property
+    def uploads(self) -> Uploads:
+        """Index arrays on their devices; made when the first one travels."""
+        return Uploads()
 
     @property
     def why_op_by_op(self) -> str | None:

@@ -315,7 +315,7 @@ class _Planner:
         rows = min(cold, _GRAPH_ROWS * (cold / _GRAPH_KEYS) ** _GRAPH_GROWTH) if cold else 0
         walked = float(sum(rows * (layer.head_dim + 1) * (1 + _LIST_SHARE) for layer in heads))
         # Of the keys that come before codes are made again, half on average; they are scanned.
-        needs = index.plugin().factory.needs(index.params)
+        needs = index.needs
         later = min(cold, needs.horizon_tokens // 2)
         coded = float(
             sum(

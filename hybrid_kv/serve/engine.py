@@ -16,7 +16,6 @@ from hybrid_kv.api.tokens import token_ids
 from hybrid_kv.errors import BusyError, ConfigError, QueueFullError
 from hybrid_kv.models.exact_steps import check_exact
 from hybrid_kv.models.joined import why_alone
-from hybrid_kv.models.support import check_context
 from hybrid_kv.saved.registry import ContextRegistry
 from hybrid_kv.serve.prefill_queue import config_of
 from hybrid_kv.serve.requests import EngineStats, Limits, Request, RequestHandle
@@ -118,7 +117,7 @@ class Engine:
             )
         token_ids(request.ids, self._llm.model)
         total = prompt + request.max_new_tokens
-        check_context(self._llm.model.config.get_text_config(decoder=True), total)
+        self._llm.runtime.check_context(total)
         if request.stop and self._llm.tokenizer is None:
             raise ConfigError("stop strings need a tokenizer, and the model has none")
         if request.exact:

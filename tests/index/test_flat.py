@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from hybrid_kv.config import IndexConfig
 from hybrid_kv.errors import IntegrityError
 from hybrid_kv.index import _base
 from hybrid_kv.index import flat as flat_module
@@ -74,6 +75,26 @@ def test_instances_say_whether_they_are_exact() -> None:
     }
     assert exact == {"exact": True, "stored": True, "int8": False}
     assert FlatIndex(FlatIndex.Params()).params.precision == "exact"
+
+
+@pytest.mark.skipif(engine() is None, reason="its portable twin holds four bytes less")
+@pytest.mark.parametrize("dim", [40, 64, 72, 96, 128])
+@pytest.mark.parametrize(
+    "config",
+    [
+        IndexConfig(kind="flat", precision="int8"),
+        IndexConfig(kind="sketch"),
+        IndexConfig(kind="graph"),
+        IndexConfig(kind="auto"),
+    ],
+    ids=lambda config: config.kind,
+)
+def test_bytes_of_a_scanned_key_are_what_it_takes(config: IndexConfig, dim: int) -> None:
+    index = config.build()
+    index.build(torch.randn(2, 160, dim), None)
+    statistics = 4 * (2 * dim + 256)
+    announced = index.bytes_per_key(config.params, 160, dim)
+    assert index.memory_bytes == 2 * (160 * announced + statistics)
 
 
 def test_int8_finds_the_best_keys_whoever_serves(served_by: str, dtype: torch.dtype) -> None:

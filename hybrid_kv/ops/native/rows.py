@@ -5,8 +5,8 @@ the writer of tokens to pages.
 from __future__ import annotations
 
 import ctypes
-from ctypes import byref, c_float, c_int32, c_void_p
-from typing import Any, NamedTuple, Self
+from ctypes import byref, c_void_p
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -41,6 +41,16 @@ def is_readable(rows: Tensor) -> bool:
     return (dim == 1 or element == 1) and (count < 2 or row >= dim)
 
 
+def scanned_bytes(dim: int) -> int:
+    """Bytes of a key that is scanned in 8 bits: whole groups of four channels, and a factor."""
+    return -(-dim // 4) * 4 + 4
+
+
+def row_bytes(dim: int) -> int:
+    """Bytes of a key in 8 bits that is read alone: whole cache lines, and the code of a factor."""
+    return -(-dim // 64) * 64 + 1
+
+
 def describe(name: str, rows: Tensor) -> ctypes.Array[KeysStruct]:
     """Descriptors of rows [H, N, D]; they refer to the tensor, which must outlive them.
 
@@ -64,18 +74,6 @@ def describe(name: str, rows: Tensor) -> ctypes.Array[KeysStruct]:
     for head in range(heads):
         described[head] = KeysStruct(address + head * step, count, stride, dim, dtype)
     return described
-
-
-class QuantisedQuery(NamedTuple):
-    """codes: [row_bytes] int8, padded with 0.
-
-    The score of a row is (product - 128 sum) * level * scale + offset.
-    """
-
-    codes: Tensor
-    scale: float
-    sum: int
-    offset: float
 
 
 class QuantisedKeys:
@@ -156,24 +154,6 @@ class QuantisedKeys:
         self.rows[0, first : self.count] = added.rows[0, : added.count]
         self.scale_codes[0, first : self.count] = added.scale_codes[0, : added.count]
         self._describe()
-
-    def quantise_query(self, head: int, query: Tensor) -> QuantisedQuery:
-        """One query [D] float32 for the keys of a head, as searches quantise it."""
-        if list(query.shape) != [self.dim] or query.dtype != torch.float32:
-            raise ShapeError(
-                f"query must be [{self.dim}] float32, got {list(query.shape)} {query.dtype}"
-            )
-        query = query.contiguous()
-        codes = torch.empty(self.row_bytes, dtype=torch.int8)
-        scale, total, offset = c_float(), c_int32(), c_float()
-        status = self._engine.hkv_quantise_query(
-            byref(self.structs[head]),
-            query.data_ptr(),
-            codes.data_ptr(),
-            *(byref(scale), byref(total), byref(offset)),
-        )
-        library.check(self._engine, status)
-        return QuantisedQuery(codes, scale.value, total.value, offset.value)
 
     @property
     def arrays(self) -> tuple[Tensor, ...]:
