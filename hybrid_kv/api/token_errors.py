@@ -42,7 +42,7 @@ class TokenErrorWatch(StoppingCriteria):
     def __init__(self, model: nn.Module, kv: KVCache, options: Mapping[str, Any]) -> None:
         _check_options(options)
         self._model, self._kv, self._halves = model, kv, HalfWatcher()
-        self._is_known = _check_method(kv, "token_errors")
+        self._is_known = check_tells_errors(kv, "token_errors")
         self._half = 0.0
         self._logits: Tensor | None = None
         self._signals: list[tuple[float, Tensor]] = []
@@ -75,13 +75,15 @@ class TokenErrorWatch(StoppingCriteria):
         if threading.get_ident() != self._thread:
             return
         if not self._is_known and all(layer.is_sealed for layer in self._kv.layers.values()):
-            self._is_known = _check_method(self._kv, "token_errors")
+            self._is_known = check_tells_errors(self._kv, "token_errors")
         (self._half,) = self._halves.take() or (0.0,)
         self._logits = output.logits[0, -1]
 
 
 class TokenErrorLimit:
     """The `ErrorLimit` of exact decoding that trusts tokens whose expected KL is small enough.
+
+    coming: error of each token that is chosen now; 0 for those that a pass has verified.
 
     Args:
         most: expected KL from full attention, nats, of a token that comes out unverified.
@@ -99,8 +101,9 @@ class TokenErrorLimit:
                 "exact=True"
             )
         self._kv, self._most, self._halves = kv, most, HalfWatcher(every_token=True)
-        self._is_known = _check_method(kv, "max_error")
+        self._is_known = check_tells_errors(kv, "max_error")
         self._drafts: list[TokenError] = []
+        self.coming: list[TokenError] = []
         self._errors: list[TokenError] = []
 
     @contextmanager
@@ -115,7 +118,7 @@ class TokenErrorLimit:
 
     def allows(self, logits: Tensor) -> list[bool]:
         if not self._is_known:
-            self._is_known = _check_method(self._kv, "max_error")
+            self._is_known = check_tells_errors(self._kv, "max_error")
         halves, spreads = self._halves.take(), spreads_of(logits).tolist()
         before, self._unread = self._unread, self._left_unread()
         if not halves:  # nothing is cold yet; but a step that nobody has seen is not trusted
@@ -128,10 +131,13 @@ class TokenErrorLimit:
         """Entries, over all steps so far."""
         return self._kv.work.visible - self._kv.work.attended
 
-    def came_out(self, trusted: int, logits: Tensor) -> None:
-        some = self._drafts[: min(trusted, len(logits))]
+    def chosen_from(self, trusted: int, logits: Tensor) -> None:
         others = spreads_of(logits[trusted:]).tolist()
-        self._errors += [*some, *(TokenError.of(0.0, *spread) for spread in others)]
+        verified = (TokenError.of(0.0, *spread) for spread in others)
+        self.coming = [*self._drafts[:trusted], *verified]
+
+    def came_out(self, count: int) -> None:
+        self._errors += self.coming[:count]
 
     def errors(self) -> list[TokenError]:
         """One for each token so far; 0 for those that a pass has verified."""
@@ -157,7 +163,7 @@ def _check_options(options: Mapping[str, Any]) -> None:
             )
 
 
-def _check_method(kv: KVCache, argument: str) -> bool:
+def check_tells_errors(kv: KVCache, argument: str) -> bool:
     """Whether the steps of all layers are known to tell their error, for an argument that needs it.
 
     Before a prompt is there, a method is asked as far as it answers without one.

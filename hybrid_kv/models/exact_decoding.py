@@ -145,7 +145,8 @@ class _Answer:
         logits = self._steps.dense(ids[:, held:], 1)
         _, has_ended = self.take(logits[0])
         if limit is not None:
-            limit.came_out(0, logits)
+            limit.chosen_from(0, logits)
+            limit.came_out(1)
         while not has_ended:
             room = self._config.max_length - self._ids.shape[1]
             has_ended = self._steps.advance(int(self._ids[0, -1]), room, self)

@@ -142,10 +142,14 @@ class ErrorLimit(Protocol):
         """Whether the first tokens of the last step, drafted from logits [n, V], may come out."""
         ...
 
-    def came_out(self, trusted: int, logits: Tensor) -> None:
-        """Tokens chosen from logits [n, V] came out: the first drafts, as they were, and others
-        from full attention.
+    def chosen_from(self, trusted: int, logits: Tensor) -> None:
+        """The next tokens, or the first of them, are chosen from logits [n, V]: the first `trusted`
+        from the drafts' own, the others from full attention's.
         """
+        ...
+
+    def came_out(self, count: int) -> None:
+        """So many of them were."""
         ...
 
 
@@ -197,6 +201,8 @@ class ExactSteps:
         with self._cache.kv.layers.speculating():
             try:
                 drafts, trusted, logits = self._verified(newest, room, answer)
+                if self._limit is not None:
+                    self._limit.chosen_from(trusted, logits)
                 for place, row in enumerate(logits):
                     token, has_ended = answer.take(row)
                     taken = place + 1
@@ -209,7 +215,7 @@ class ExactSteps:
                 if not self._cache.state.is_unfinished:
                     self._keep(begin + taken)
         if self._limit is not None:
-            self._limit.came_out(trusted, logits[:taken])
+            self._limit.came_out(taken)
         if len(logits) > len(drafts):
             self._work.trusted += min(trusted, taken)
             self._count(len(drafts) - trusted, accepted - min(trusted, accepted))

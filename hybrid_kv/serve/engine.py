@@ -14,9 +14,9 @@ import torch
 from hybrid_kv.api.llm import LLM
 from hybrid_kv.api.tokens import token_ids
 from hybrid_kv.errors import BusyError, ConfigError, QueueFullError
-from hybrid_kv.models.exact_steps import check_exact
 from hybrid_kv.models.joined import why_alone
 from hybrid_kv.saved.registry import ContextRegistry
+from hybrid_kv.serve.output import check_verified
 from hybrid_kv.serve.prefill_queue import config_of
 from hybrid_kv.serve.requests import EngineStats, Limits, Request, RequestHandle
 from hybrid_kv.serve.running import RequestMemory, check, needed_bytes
@@ -120,10 +120,12 @@ class Engine:
         self._llm.runtime.check_context(total)
         if request.stop and self._llm.tokenizer is None:
             raise ConfigError("stop strings need a tokenizer, and the model has none")
-        if request.exact:
+        if request.is_drafted or request.errors:
             cache = self._llm.runtime.cache(config_of(self._llm, request))
-            check_exact(cache)
-            cache.close()
+            try:
+                check_verified(self._llm.model, cache, request)
+            finally:
+                cache.close()
         # What others hold now is free before this one would have to be refused.
         now = self._stats
         host = now.host_kv_bytes + now.host_index_bytes

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,11 +27,16 @@ from hybrid_kv.models.exact_steps import (
     ExactSteps,
     ExactWork,
     PromptLookup,
+    check_exact,
     most_drafts_on,
     past_recorded,
 )
 from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.serve.requests import Reason, Request
+
+if TYPE_CHECKING:
+    from hybrid_kv.api.token_errors import TokenErrorLimit
+    from hybrid_kv.watch.token_errors import TokenError
 
 _LONGEST, _KEPT = 96, 32
 """Tokens that are decoded together, and what is left of them as the context of the next ones."""
@@ -199,8 +204,11 @@ class ExactAnswer:
 
     Args:
         ids: prompt and answer, to which `take` adds.
-        take: chooses the next token from logits [V] and hands it out; says why the answer ends with
-            it, if it does.
+        take: chooses the next token from logits [V] and hands it out with its error, which is None
+            without a limit; says why the answer ends with it, if it does.
+
+    Raises:
+        ConfigError: a limit to errors is asked for that the method or the model cannot keep.
     """
 
     def __init__(
@@ -210,11 +218,14 @@ class ExactAnswer:
         request: Request,
         ids: list[int],
         sampler: Sampler,
-        take: Callable[[Tensor], Reason | None],
+        take: Callable[[Tensor, TokenError | None], Reason | None],
     ) -> None:
         self._cache, self._request, self._ids = cache, request, ids
         self._sampler, self._take, self.work = sampler, take, ExactWork()
-        self._steps = ExactSteps(model, cache, most_drafts_on(model.device), self.work)
+        self._limit = error_limit(model, cache, request)
+        self._taken = 0  # of this round
+        most = most_drafts_on(model.device)
+        self._steps = ExactSteps(model, cache, most, self.work, self._limit)
         self._lookup = PromptLookup(ids)
         self._reason: Reason | None = None
 
@@ -224,6 +235,7 @@ class ExactAnswer:
         for token in self._ids[self._lookup.num_tokens :]:
             self._lookup.add(token)
         room = len(request.ids) + request.max_new_tokens - len(self._ids)
+        self._taken = 0
         with past_recorded(self._cache):
             self._steps.advance(self._ids[-1], room, self)
         return self._reason
@@ -240,5 +252,81 @@ class ExactAnswer:
         return self._lookup.guess(before, count)
 
     def take(self, logits: Tensor) -> tuple[int, bool]:
-        self._reason = self._take(logits)
+        error = None if self._limit is None else self._limit.coming[self._taken]
+        self._taken += 1
+        self._reason = self._take(logits, error)
         return self._ids[-1], self._reason is not None
+
+
+# Errors of tokens --------------------------------------------------------------------------------
+
+
+def error_limit(
+    model: PreTrainedModel, cache: TieredCache, request: Request
+) -> TokenErrorLimit | None:
+    """The limit that a request asks for; None for none.
+
+    Raises:
+        ConfigError: the method cannot tell its errors, or the model rounds more than that.
+    """
+    if request.max_error is None:
+        return None
+    from hybrid_kv.api.token_errors import TokenErrorLimit
+
+    return TokenErrorLimit(model, cache.kv, request.max_error)
+
+
+def check_verified(model: PreTrainedModel, cache: TieredCache, request: Request) -> None:
+    """Raises ConfigError where a cache cannot verify the tokens of a request, or tell their errors,
+    as it asks for.
+    """
+    if request.is_drafted:
+        name = "exact" if request.exact else "max_error"
+        check_exact(cache, name, name)
+    error_limit(model, cache, request)
+    if request.errors:
+        from hybrid_kv.api.token_errors import check_tells_errors
+
+        check_tells_errors(cache.kv, "errors")
+
+
+def first_error(logits: Tensor) -> TokenError:
+    """Error of a token that is chosen from logits [V] of a step that has read everything."""
+    from hybrid_kv.watch.token_errors import TokenError, spreads_of
+
+    return TokenError.of(0.0, *spreads_of(logits).tolist())
+
+
+class StepErrors:
+    """Errors of the tokens that a method's own steps give, one by one; see `TokenError`.
+
+    Args:
+        cache: of one row; whoever makes its steps makes them for watchers too.
+    """
+
+    def __init__(self, cache: TieredCache) -> None:
+        from hybrid_kv.watch.token_errors import HalfWatcher
+
+        self._kv, self._halves = cache.kv, HalfWatcher()
+        self._is_watching = False
+
+    def forget(self) -> None:
+        """Forgets a step that may have stopped in its middle."""
+        self._halves.take()
+
+    def next(self, logits: Tensor) -> TokenError:
+        """Error of the token that is chosen from logits [V]: of the last step, at first that of the
+        prompt, which reads everything.
+
+        Raises:
+            ConfigError: the method cannot tell, which only the prompt has shown.
+        """
+        from hybrid_kv.api.token_errors import check_tells_errors
+        from hybrid_kv.watch.token_errors import TokenError, spreads_of
+
+        if not self._is_watching:
+            check_tells_errors(self._kv, "errors")
+            self._kv.watchers.append(self._halves)
+            self._is_watching = True
+        (half,) = self._halves.take() or (0.0,)
+        return TokenError.of(half, *spreads_of(logits).tolist())

@@ -11,12 +11,14 @@ from dataclasses import dataclass, field
 from time import monotonic
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
+from hybrid_kv.api.arguments import largest_error
 from hybrid_kv.config import HybridConfig
 from hybrid_kv.errors import ConfigError, HybridKVError, said
 from hybrid_kv.models.exact_steps import ExactWork
 
 if TYPE_CHECKING:
     from hybrid_kv.serve.grammars import Grammar
+    from hybrid_kv.watch.token_errors import TokenError
 
 Reason: TypeAlias = Literal["stop", "length", "cancelled", "timeout", "error"]
 """Why an answer ended."""
@@ -98,7 +100,8 @@ class Request:
     one look of the audit to the next, in place of the configuration's. timeout_s: from submission;
     None for the server's limit. places: report where in the prompt the answer looked. exact: every
     token is full attention's; the method drafts them. grammar: that the answer keeps to, and with
-    which it ends.
+    which it ends. max_error: tokens whose expected KL is larger, in nats, are full attention's;
+    None for no limit. errors: report the error of each token.
 
     Raises:
         ConfigError: a field is of a wrong type or out of range.
@@ -115,6 +118,8 @@ class Request:
     places: bool = False
     exact: bool = False
     grammar: Grammar | None = None
+    max_error: float | None = None
+    errors: bool = False
 
     def __post_init__(self) -> None:
         if not self.ids:
@@ -127,10 +132,30 @@ class Request:
                 "min_tokens must be 0 beside a schema, a grammar or a call that must come, got "
                 f"{self.sampling.min_tokens}; the answer ends where they end; leave it out"
             )
+        self._check_errors()
         if self.audit_every is not None:
             _whole("audit_every", self.audit_every, 0)
         if self.timeout_s is not None:
             _number("timeout_s", self.timeout_s, 0)
+
+    def _check_errors(self) -> None:
+        if self.max_error is not None:
+            largest_error(self.max_error)
+        if self.exact and self.max_error is not None:
+            raise ConfigError(
+                "max_error must go with tokens that may come out unverified, got exact, which "
+                "verifies all; leave one of them out"
+            )
+        if self.exact and self.errors:
+            raise ConfigError(
+                "errors must go with steps that leave entries unread, got exact, whose tokens have "
+                "none; leave one of them out"
+            )
+
+    @property
+    def is_drafted(self) -> bool:
+        """Whether full attention verifies its tokens, all or some, in passes of its own."""
+        return self.exact or self.max_error is not None
 
 
 # What comes back ---------------------------------------------------------------------------------
@@ -154,13 +179,15 @@ class Token:
     text: what can be shown now; it may be empty, or hold the text of earlier tokens that were held
     back because they might have begun a stop string or lacked the rest of a character. The last
     token of an answer that ends by itself brings all that is left. logprob: its log probability
-    before temperature and cuts. top: the likeliest tokens with theirs.
+    before temperature and cuts. top: the likeliest tokens with theirs. error: where it was asked
+    for; 0 for tokens that were verified.
     """
 
     id: int
     text: str = ""
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
+    error: TokenError | None = None
 
 
 @dataclass(frozen=True, slots=True)

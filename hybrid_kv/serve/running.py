@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from itertools import pairwise
 from time import monotonic
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from hybrid_kv.models.exact_steps import drop_inexact
 from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.models.layer_major import free_bytes
 from hybrid_kv.runtime import Stage, check_host_memory, spare_host_memory
-from hybrid_kv.serve.output import AnswerText, ExactAnswer, Sampler
+from hybrid_kv.serve.output import AnswerText, ExactAnswer, Sampler, StepErrors, first_error
 from hybrid_kv.serve.requests import (
     Prefilled,
     Reason,
@@ -38,6 +38,9 @@ from hybrid_kv.serve.requests import (
 from hybrid_kv.store.layer import tier_bytes
 from hybrid_kv.types import HIDDEN, PartialAttention, bytes_per_token
 from hybrid_kv.watch.audit import WatchedStep
+
+if TYPE_CHECKING:
+    from hybrid_kv.watch.token_errors import TokenError
 
 
 class Places:
@@ -138,6 +141,7 @@ class RunningRequest:
         self._text = AnswerText(llm.tokenizer, self.request.stop)
         self._places = Places() if self.request.places else None
         self._exact: ExactAnswer | None = None
+        self._errors: StepErrors | None = None
 
     def begin(self, cache: TieredCache, reused: int) -> None:
         """Takes a cache that holds the first `reused` tokens of the prompt."""
@@ -145,8 +149,11 @@ class RunningRequest:
         if self.request.exact:
             drop_inexact(cache, reused + 1)
             reused = cache.get_seq_length()
+        if self.request.is_drafted:
             given = self._llm.model, cache, self.request, self.ids, self._sampler, self.take
             self._exact = ExactAnswer(*given)
+        elif self.request.errors:
+            self._errors = StepErrors(cache)
         cache.kv.means.reserve(len(self.ids) + self.request.max_new_tokens)
         if self._places is not None:
             cache.kv.watchers.append(self._places)
@@ -267,8 +274,15 @@ class RunningRequest:
         """Computes the next logits [V] by itself."""
         return self._forward(torch.tensor([self.ids[-1:]], device=self._llm.runtime.device))
 
+    def forget_step(self) -> None:
+        """Forgets what was seen of a step that stopped in its middle, and is made again."""
+        if self._errors is not None:
+            self._errors.forget()
+
     def advance_exactly(self) -> Reason | None:
-        """Computes and takes the next tokens by itself, full attention's; returns as `take`."""
+        """Computes and takes the next tokens by itself, as full attention verifies them; returns as
+        `take`.
+        """
         assert self._exact is not None
         return self._exact.advance()
 
@@ -278,15 +292,24 @@ class RunningRequest:
         logits: Tensor = output.logits[0, -1]
         return logits
 
-    def take(self, logits: Tensor) -> Reason | None:
-        """Chooses the next token and hands it out; says why the answer ends with it, if it does."""
+    def take(self, logits: Tensor, error: TokenError | None = None) -> Reason | None:
+        """Chooses the next token and hands it out; says why the answer ends with it, if it does.
+
+        Args:
+            error: of a token that was drafted; of others it is known here.
+        """
+        if self._errors is not None:
+            error = self._errors.next(logits)
+        elif self.request.errors and error is None:
+            error = first_error(logits)
         choice = self._sampler.choose(logits, self.ids)
         self.times.append(monotonic())
         self.ids.append(choice.id)
         ends = self._sampler.ends(self.ids)
         full = len(self.times) == self.request.max_new_tokens
         text = self._text.add(choice.id, last=ends or full)
-        self.ticket.put(Token(choice.id, text, choice.logprob, choice.top))
+        told = error if self.request.errors else None
+        self.ticket.put(Token(choice.id, text, choice.logprob, choice.top, told))
         if ends or self._text.is_stopped:
             return "stop"
         return "length" if full else None

@@ -203,9 +203,9 @@ class Scheduler:
         if not ready:
             return
         before, begin = [run.times[-1] for run in ready], monotonic()
-        for run in (run for run in ready if run.request.exact):
+        for run in (run for run in ready if run.request.is_drafted):
             self._step_exact(run)
-        plain = [run for run in ready if not run.request.exact]
+        plain = [run for run in ready if not run.request.is_drafted]
         if self._limits.reproducible and not self._alone:
             for first in range(0, len(plain), _ROWS):
                 self._step_joined(plain[first : first + _ROWS])
@@ -230,7 +230,7 @@ class Scheduler:
             self._take(run, logits)
 
     def _step_exact(self, run: RunningRequest) -> None:
-        """Some tokens of an answer that is full attention's."""
+        """Some tokens of an answer that full attention verifies."""
         try:
             with memory_errors(lambda: "decode"):
                 reason = run.advance_exactly()
@@ -262,6 +262,7 @@ class Scheduler:
         except Exception as error:  # of nobody's own cache: the rows are where they were
             _log.info("joined step of %d rows failed, taken one by one: %s", len(runs), error)
             for run in runs:
+                run.forget_step()
                 self._step_alone(run)
             return
         for run, row, failed in zip(runs, logits[: len(runs)], cache.errors, strict=True):

@@ -87,6 +87,7 @@ def test_a_pass_begins_at_the_first_token_that_is_too_far(
 ) -> None:
     """Tokens before it stay the method's; it and those behind it are full attention's own."""
     place, drafted = 0, list[Tensor]()
+    rows: tuple[int, Tensor] = 0, torch.zeros(0)
     own, verified = dict[int, Tensor](), dict[int, Tensor]()
 
     def allows(limit: TokenErrorLimit, logits: Tensor) -> list[bool]:
@@ -94,8 +95,13 @@ def test_a_pass_begins_at_the_first_token_that_is_too_far(
         drafted.extend(logits)
         return [begin + number not in wrong for number in range(len(logits))]
 
-    def came_out(limit: TokenErrorLimit, trusted: int, logits: Tensor) -> None:
+    def chosen_from(limit: TokenErrorLimit, trusted: int, logits: Tensor) -> None:
+        nonlocal rows
+        rows = trusted, logits
+
+    def came_out(limit: TokenErrorLimit, count: int) -> None:
         nonlocal place
+        trusted, logits = rows[0], rows[1][:count]
         for number, row in enumerate(logits):
             if number < trusted:
                 assert torch.equal(row, drafted[number])
@@ -104,6 +110,7 @@ def test_a_pass_begins_at_the_first_token_that_is_too_far(
         drafted.clear()
 
     monkeypatch.setattr(TokenErrorLimit, "allows", allows)
+    monkeypatch.setattr(TokenErrorLimit, "chosen_from", chosen_from)
     monkeypatch.setattr(TokenErrorLimit, "came_out", came_out)
     got = one_layer.generate(IDS, max_new_tokens=40, max_error=1.0)
     assert {*own, *verified} == set(range(40))

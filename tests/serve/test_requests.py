@@ -48,6 +48,11 @@ def ticket() -> RequestHandle:
         (Request, {"ids": (1,), "max_new_tokens": 1, "stop": ("",)}, "stop strings must be text"),
         (Request, {"ids": (1,), "max_new_tokens": 1, "audit_every": -1}, "audit_every must be"),
         (Request, {"ids": (1,), "max_new_tokens": 1, "timeout_s": -1}, "timeout_s must be"),
+        (
+            Request,
+            {"ids": (1,), "max_new_tokens": 1, "max_error": 0.0},
+            "max_error must be the larg",
+        ),
         (Limits, {"max_running": 0}, "max_running must be a whole number of at least 1, got 0"),
         (Limits, {"max_queue": -1}, "max_queue must be a whole number of at least 0, got -1"),
         (Limits, {"max_stall_ms": 0}, "max_stall_ms must be a number of at least 1, got 0"),

@@ -57,7 +57,8 @@ async def gathered(
         check_end(tokens, end)
         service.ended(end)
         choice = {"index": number, **form.whole(tokens, finish_of(end.reason))}
-        choices.append({**choice, "hybrid_kv": report_of(end)} if extended else choice)
+        own = {"hybrid_kv": report_of(end, errors_of(tokens))} if extended else {}
+        choices.append({**choice, **own})
     ends = [end for _, end in answers]
     usage = _usage(order, ends)
     return JSONResponse({**_head(service, order, forms[0].name), "choices": choices, **usage})
@@ -176,6 +177,7 @@ async def _chunks(
         if (first := form.first()) is not None:
             yield chunk(number, first)
     held: list[list[Token]] = [[] for _ in forms]  # tokens without text wait for the next
+    errors: list[list[Json]] = [[] for _ in forms]  # those wait for a chunk
     ends: dict[int, Finished] = {}
     async for number, happened in merged(tickets):
         match happened:
@@ -183,9 +185,11 @@ async def _chunks(
                 yield f": prefill {done}/{total}"
             case Token():
                 held[number].append(happened)
+                errors[number] += errors_of([happened])
                 if happened.text:
                     for piece in forms[number].chunks(held[number]):
-                        yield chunk(number, piece)
+                        yield chunk(number, with_errors(piece, errors[number]))
+                        errors[number] = []
                     held[number] = []
             case Finished():
                 ends[number] = happened
@@ -195,7 +199,8 @@ async def _chunks(
                 if failed or (happened.reason == "timeout" and not any_token):
                     yield event(ended_early(happened.reason, happened.error).body)
                     return
-                for piece in _last_chunks(forms[number], held[number], happened, extended):
+                report = report_of(happened, errors[number]) if extended else None
+                for piece in _last_chunks(forms[number], held[number], happened, report):
                     yield chunk(number, piece)
     if include_usage:
         in_order = [ends[number] for number in range(len(forms))]
@@ -203,11 +208,13 @@ async def _chunks(
     yield "data: [DONE]"
 
 
-def _last_chunks(form: Form, held: Sequence[Token], end: Finished, extended: bool) -> list[Json]:
-    """Tokens that were held, and the end with what it cost."""
+def _last_chunks(
+    form: Form, held: Sequence[Token], end: Finished, report: Json | None
+) -> list[Json]:
+    """Tokens that were held, and the end with what it cost; None where nobody asks."""
     before = form.chunks(held) if held else []
     *rest, last = form.last(finish_of(end.reason))
-    return [*before, *rest, {**last, "hybrid_kv": report_of(end)} if extended else last]
+    return [*before, *rest, last if report is None else {**last, "hybrid_kv": report}]
 
 
 async def merged(tickets: Sequence[RequestHandle]) -> AsyncIterator[tuple[int, Happening]]:
@@ -404,15 +411,36 @@ def usage_of(prompts: Sequence[Usage], all_choices: Sequence[Usage]) -> Json:
     }
 
 
-def report_of(end: Finished) -> Json:
-    """Costs of an answer: the `hybrid_kv` object of a choice."""
+def report_of(end: Finished, errors: Sequence[Json] = ()) -> Json:
+    """Costs of an answer: the `hybrid_kv` object of a choice.
+
+    Args:
+        errors: of its tokens, as `errors_of` gives them, or of those that have not gone out.
+    """
     report = asdict(end.report)
     itl = report.pop("itl_ms")
     report["places"] = [
         {"position": position, "weight": weight} for position, weight in report["places"]
     ]
     report = {name: None if _is_nan(value) else value for name, value in report.items()}
-    return {"ended_by": end.reason, "tpot_ms": fmean(itl) if itl else None, **report}
+    told = {"errors": list(errors)} if errors else {}
+    return {"ended_by": end.reason, "tpot_ms": fmean(itl) if itl else None, **report, **told}
+
+
+def errors_of(tokens: Sequence[Token]) -> list[Json]:
+    """Errors of tokens, where they were asked for: `kl` and `kl_bar` in nats, `flip` as a share."""
+    return [{"token": one.id, **error_of(one)} for one in tokens if one.error is not None]
+
+
+def error_of(token: Token) -> Json:
+    """Error of one token that has one."""
+    given = {name: getattr(token.error, name) for name in ("kl", "kl_bar", "flip")}
+    return {name: None if _is_nan(value) else value for name, value in given.items()}
+
+
+def with_errors(content: Json, errors: Sequence[Json]) -> Json:
+    """A piece of a stream, with the errors of its tokens if there are some."""
+    return {**content, "hybrid_kv": {"errors": list(errors)}} if errors else content
 
 
 def _finite(logprob: float | None) -> float | None:

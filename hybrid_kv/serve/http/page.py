@@ -20,7 +20,7 @@ from starlette.responses import Response
 
 from hybrid_kv.api.tokens import AskedMessages
 from hybrid_kv.plugins import METHODS
-from hybrid_kv.serve.http.answers import EventStream, event, merged, report_of
+from hybrid_kv.serve.http.answers import EventStream, error_of, event, merged, report_of
 from hybrid_kv.serve.http.schemas import ApiError, Extensions, StrictSchema, Text, ended_early
 from hybrid_kv.serve.http.service import ParsedRequest, Service, new_ident
 from hybrid_kv.serve.http.tokenizer import Encoder, Texts
@@ -147,7 +147,8 @@ async def _events(
             case Prefilled(done=done, total=total, reused=reused):
                 yield event({"done": done, "total": total, "reused": reused}, "prefill")
             case Token(text=text):
-                yield event({"text": text}, "token")
+                told = {} if happened.error is None else {"error": error_of(happened)}
+                yield event({"text": text, **told}, "token")
             case Finished():
                 service.ended(happened)
                 if happened.reason in ("error", "cancelled"):

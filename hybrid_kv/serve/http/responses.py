@@ -5,7 +5,7 @@ A request is turned into that of a chat. Nothing is stored, so none continues an
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from itertools import count
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -15,18 +15,24 @@ from starlette.responses import JSONResponse, Response
 
 from hybrid_kv.serve.http.answers import (
     EventStream,
+    Json,
     check_end,
+    errors_of,
     event,
     merged,
     read_all,
     report_of,
     text_of,
     unless_left,
+    with_errors,
 )
 from hybrid_kv.serve.http.chat import CallReader, ChatRequest, Function
 from hybrid_kv.serve.http.schemas import ANYTHING, Extensions, StrictSchema, Text, ended_early
 from hybrid_kv.serve.http.service import ParsedRequest, Service, new_ident
 from hybrid_kv.serve.requests import Finished, Prefilled, RequestHandle, Token, Usage
+
+DELTA = "response.output_text.delta"
+"""Kind of the events that bring text."""
 
 
 class ResponsePart(StrictSchema):
@@ -212,13 +218,13 @@ async def answer_response(service: Service, asked: ResponsesRequest, http: HttpR
         pass
     for _ in made.close():
         pass
-    return JSONResponse(made.response(end))
+    return JSONResponse(made.response(end, errors_of(tokens)))
 
 
 async def _events(
     service: Service, made: ResponseForm, tickets: list[RequestHandle]
 ) -> AsyncIterator[str]:
-    numbers = count()
+    numbers, errors, waiting = count(), list[Json](), list[Json]()
 
     def said(kind: str, **content: Any) -> str:
         return event({"type": kind, "sequence_number": next(numbers), **content}, kind)
@@ -230,8 +236,12 @@ async def _events(
             case Prefilled(done=done, total=total):
                 yield f": prefill {done}/{total}"
             case Token(text=text):
+                waiting += (new := errors_of([happened]))
+                errors += new
                 for kind, content in made.add(text):
-                    yield said(kind, **content)
+                    told = waiting if kind == DELTA else []
+                    yield said(kind, **with_errors(content, told))
+                    waiting = [] if told else waiting
             case Finished():
                 service.ended(happened)
                 failed = happened.reason in ("error", "cancelled")
@@ -241,7 +251,7 @@ async def _events(
                     return
                 for kind, content in made.close():
                     yield said(kind, **content)
-                response = made.response(happened)
+                response = made.response(happened, errors)
                 yield said(f"response.{response['status']}", response=response)
 
 
@@ -275,8 +285,12 @@ class ResponseForm:
             yield from self._begin_message()
         yield from self._end_message()
 
-    def response(self, end: Finished | None = None) -> dict[str, Any]:
-        """The response as it is; `end`: of its request, when it has ended."""
+    def response(self, end: Finished | None = None, errors: Sequence[Json] = ()) -> dict[str, Any]:
+        """The response as it is.
+
+        Args:
+            end: of its request, when it has ended. errors: of its tokens, see `errors_of`.
+        """
         asked, cut = self._asked, end is not None and end.reason != "stop"
         status = "in_progress" if end is None else "incomplete" if cut else "completed"
         reason = {"reason": "max_output_tokens"} if cut else None
@@ -302,7 +316,7 @@ class ResponseForm:
         made["parallel_tool_calls"] = asked.parallel_tool_calls is not False
         made["text"] = {"format": {"type": "text"}} if asked.text is None else _plain(asked.text)
         if end is not None and asked.hybrid_kv is not None:
-            made["hybrid_kv"] = report_of(end)
+            made["hybrid_kv"] = report_of(end, errors)
         return made
 
     def _show(self, text: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -311,7 +325,7 @@ class ResponseForm:
                 yield from self._begin_message()
             self._output[-1]["content"][0]["text"] += text
             place = self._place()
-            yield "response.output_text.delta", {**place, "delta": text, "logprobs": []}
+            yield DELTA, {**place, "delta": text, "logprobs": []}
         calls = [] if self._calls is None else self._calls.calls
         for call in calls[self._given :]:
             yield from self._end_message()

@@ -278,7 +278,8 @@ class Extensions(StrictSchema):
     method, set: in place of the server's; set has dotted names as `--set`. budget: tokens that a
     step attends, or a share of the context such as "2%". audit: decode steps from one look to the
     next. places: report where in the prompt the answer looked. exact: every token is full
-    attention's; the method drafts them.
+    attention's; the method drafts them. max_error: tokens whose expected KL is larger, in nats, are
+    full attention's. errors: report the error of each token.
     """
 
     method: str | None = None
@@ -287,6 +288,8 @@ class Extensions(StrictSchema):
     audit: Annotated[int, Field(ge=0)] | None = None
     places: bool = False
     exact: bool = False
+    max_error: FiniteFloat | None = None
+    errors: bool = False
 
 
 class NamedSchema(StrictSchema):

@@ -201,14 +201,15 @@ class Service:
         """With what the `hybrid_kv` object says.
 
         Raises:
-            ConfigError: method or settings are wrong.
+            ConfigError: method or settings are wrong, or do not go together.
         """
         if asked is None:
             return request
         total = len(request.ids) + request.max_new_tokens
         config = asked_config(self.config, asked, total)
         given = replace(request, config=config, audit_every=asked.audit)
-        return replace(given, places=asked.places, exact=asked.exact)
+        own = {name: getattr(asked, name) for name in ("places", "exact", "max_error", "errors")}
+        return replace(given, **own)
 
     def check_model(self, name: str) -> None:
         """Raises ApiError unless the name is the model's."""
