@@ -125,7 +125,7 @@ def texts(options: argparse.Namespace) -> Iterator[Row]:
         for text in wanted[: options.texts]:
             prompt = prompt_of(options.folder, text, tokenizer, options.context, 1)
             prompts.append((text, [int(token) for token in prompt.context]))
-        full = [answer(llm, ids, options) for _, ids in prompts]
+        full = [whole(llm, ids, options) for _, ids in prompts]
     for config in configs:
         with hkv.load("smollm2", config=config, dtype="float32", dequantize=True) as llm:
             for (text, ids), right in zip(prompts, full, strict=True):
@@ -175,13 +175,19 @@ def settings(options: argparse.Namespace) -> list[dict[str, Any]]:
     return [{"method": "hybrid", "top_k": count, "index_build": "wait"} for count in keys]
 
 
+def whole(llm: hkv.LLM, ids: list[int], options: argparse.Namespace) -> hkv.Generation:
+    """The tokens that follow a prompt, by the method of a model."""
+    with llm.context(ids[:-1]) as context:
+        return answer(context, ids[-1], options)
+
+
 def answer(
-    llm: hkv.LLM, ids: list[int], options: argparse.Namespace, exact: int = 0
+    context: hkv.Context, last: int, options: argparse.Namespace, exact: int = 0
 ) -> hkv.Generation:
     """The tokens that follow, the likeliest or drawn from the whole distribution by one seed."""
     how: dict[str, Any] = {"do_sample": True, "seed": 1, "top_k": 0} if options.sampled else {}
-    return llm.generate(
-        ids, max_new_tokens=options.new, eos_token_id=[], exact=exact or False, **how
+    return context.ask(
+        [last], max_new_tokens=options.new, eos_token_id=[], exact=exact or False, **how
     )
 
 
@@ -189,18 +195,19 @@ def compared(
     llm: hkv.LLM, ids: list[int], right: hkv.Generation, options: argparse.Namespace
 ) -> Row:
     """Tokens of exact decoding and of the method alone against those of `full`."""
-    row: Row = {"new": options.new}
-    alone = answer(llm, ids, options)
-    row["method alone differs at"] = first_other(alone.token_ids, right.token_ids)
-    for drafts in map(int, options.drafts.split(",")):
-        found = answer(llm, ids, options, drafts)
-        work = found.exact
-        assert work is not None
-        row |= {
-            f"differs at, {drafts}": first_other(found.token_ids, right.token_ids),
-            f"accepted, {drafts}": work.accepted / max(1, work.drafted),
-            f"tokens a pass, {drafts}": (options.new - 1) / max(1, work.passes),
-        }
+    row: Row = {"keys": llm.config.params.cold.top_k, "new": options.new}
+    with llm.context(ids[:-1]) as context:
+        alone = answer(context, ids[-1], options)
+        row["method alone differs at"] = first_other(alone.token_ids, right.token_ids)
+        for drafts in map(int, options.drafts.split(",")):
+            found = answer(context, ids[-1], options, drafts)
+            work = found.exact
+            assert work is not None
+            row |= {
+                f"differs at, {drafts}": first_other(found.token_ids, right.token_ids),
+                f"accepted, {drafts}": work.accepted / max(1, work.drafted),
+                f"tokens a pass, {drafts}": (options.new - 1) / max(1, work.passes),
+            }
     return row
 
 
