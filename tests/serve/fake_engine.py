@@ -20,6 +20,7 @@ from hybrid_kv.serve import (
     Token,
     Usage,
 )
+from hybrid_kv.watch.token_errors import TokenError
 
 
 class FakeEngine:
@@ -32,7 +33,7 @@ class FakeEngine:
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, limits: Limits | None = None, pace_s: float = 0.0
     ) -> None:
-        self.limits, self._tokenizer = limits or Limits(), tokenizer
+        self.limits, self.tokenizer = limits or Limits(), tokenizer
         self._lock = threading.Lock()
         self.running = 0
         self.forget()
@@ -45,6 +46,7 @@ class FakeEngine:
         self.ended: Counter[str] = Counter()
         self.fails: Exception | None = None
         self.places = [(1, 0.5), (3, 0.25)]
+        self.errors = [TokenError.of(0.0, 0.0, 0.0)]
         self._tickets: list[RequestHandle] = []
 
     def submit(self, request: Request) -> RequestHandle:
@@ -77,8 +79,9 @@ class FakeEngine:
                 break
             known = request.sampling.logprobs is not None
             top = tuple((idx + k, -1.0 - k) for k in range(request.sampling.logprobs or 0))
-            text = self._tokenizer.decode([idx])
-            ticket.put(Token(idx, text, -1.0 if known else None, top))
+            text = self.tokenizer.decode([idx])
+            error = self.errors[number % len(self.errors)] if request.errors else None
+            ticket.put(Token(idx, text, -1.0 if known else None, top, error))
             made += 1
         with self._lock:
             self.running -= 1

@@ -12,6 +12,7 @@ import pytest
 
 from hybrid_kv.api import LLM
 from hybrid_kv.serve.http.app import Rules
+from hybrid_kv.watch.token_errors import TokenError
 from tests.serve.fake_engine import FakeEngine
 from tests.serve.running import Running, serving
 
@@ -110,6 +111,80 @@ def test_settings_reach_the_engine(page: Any, engine: FakeEngine) -> None:
     assert request.config.method == "flat"
     assert (request.max_new_tokens, request.sampling.temperature) == (3, 0.5)
     assert request.audit_every is None
+
+
+CALM, FAR, RISKY = (
+    TokenError(kl, kl_bar, flip, half=0.1, entropy=1.0, margin=1.0)
+    for kl, kl_bar, flip in ((0.0004, 0.001, 0.02), (0.023, 0.067, 0.04), (0.002, 0.006, 0.35))
+)
+
+
+def underline(page: Any) -> str:
+    return str(
+        page.evaluate("getComputedStyle(document.querySelector('.doubt')).textDecorationLine")
+    )
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_doubtful_tokens_are_marked_where_that_is_asked_for(
+    browser: Any, server: Running, engine: FakeEngine, scheme: str
+) -> None:
+    engine.errors = [CALM, FAR, RISKY, CALM]
+    context = browser.new_context(color_scheme=scheme, viewport={"width": 1280, "height": 800})
+    page = context.new_page()
+    page.goto(server.url)
+    page.wait_for_selector("#served:has-text('tiny')")
+    page.click("#settings summary")
+    page.fill("#max-tokens", "8")
+    plain = ask(page, "the river and the hill")
+    assert not engine.seen[0].errors
+    assert "doubtful" not in plain.inner_text()
+    page.check("#doubts")
+    card = ask(page, "the river and the hill")
+    assert engine.seen[1].errors
+    words = [engine.tokenizer.decode([idx]) for idx in engine.seen[1].ids[:8]]
+    answer = card.locator(".answer")
+    assert answer.inner_text() == "".join(words)
+    marks = card.locator(".doubt")
+    assert marks.all_text_contents() == [words[place] for place in (1, 2, 5, 6)]
+    assert marks.nth(0).get_attribute("title") == (
+        "4.0% risk that full attention says something else here; expected distance from it 0.023 "
+        "nats, 9 of 10 such tokens stay below 0.067"
+    )
+    assert str(marks.nth(1).get_attribute("title")).startswith("35% risk that full attention")
+    assert "doubtful tokens\n4 of 8" in card.locator("dl").inner_text()
+    colours = page.evaluate(
+        "[getComputedStyle(document.querySelector('.doubt')).textDecorationColor,"
+        " getComputedStyle(document.body).backgroundColor]"
+    )
+    assert contrast(*colours) >= 3, colours
+    assert underline(page) == "underline"
+    page.uncheck("#doubts")
+    assert underline(page) == "none"
+    page.check("#doubts")
+    assert underline(page) == "underline"
+    context.close()
+
+
+def test_a_token_without_text_is_marked_with_the_next(
+    page: Any, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that is the first half of a character."""
+    whole = engine.tokenizer.decode
+    told: list[int] = []
+
+    def decode(ids: list[int]) -> str:
+        told.extend(ids)
+        return "" if len(told) == 1 else str(whole(ids))
+
+    monkeypatch.setattr(engine.tokenizer, "decode", decode)
+    engine.errors = [FAR, CALM]
+    page.click("#settings summary")
+    page.fill("#max-tokens", "2")
+    page.check("#doubts")
+    card = ask(page, "the river")
+    assert card.locator(".doubt").count() == 1
+    assert "1 of 2" in card.locator("dl").inner_text()
 
 
 def test_what_a_document_says_is_text(page: Any) -> None:

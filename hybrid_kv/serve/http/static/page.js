@@ -175,6 +175,7 @@ function settings() {
   if ($("method").value) own.method = $("method").value;
   if ($("budget").value.trim()) own.budget = $("budget").value.trim();
   if ($("audit").checked) own.audit = 4;
+  if ($("doubts").checked) own.errors = true;
   return {
     hybrid_kv: own,
     max_tokens: Number($("max-tokens").value) || 256,
@@ -191,6 +192,8 @@ async function ask(question) {
   state.abort = new AbortController();
   busy(true);
   let text = "", done = null;
+  const told = [];
+  let errors = []; // of tokens whose text is still to come
   try {
     const content = { document: state.document?.ident ?? null, question, ...settings() };
     if (state.info?.chat) content.turns = state.turns;
@@ -199,9 +202,14 @@ async function ask(question) {
       if (name === "prefill" && !text) {
         answer.textContent = `reading ${data.done.toLocaleString("en")} of ${data.total.toLocaleString("en")} tokens…`;
       } else if (name === "token") {
+        if (data.error) errors.push(data.error);
+        if (!data.text) continue;
+        if (!text) answer.replaceChildren();
         text += data.text;
         answer.classList.remove("waiting");
-        answer.textContent = text;
+        answer.append(piece(data.text, errors));
+        told.push(...errors);
+        errors = [];
       } else if (name === "error") {
         throw new Error(data.error.message);
       } else if (name === "done") {
@@ -218,14 +226,31 @@ async function ask(question) {
   }
   if (done) {
     answer.classList.remove("waiting");
-    answer.textContent = text || "(nothing)";
+    if (!text) answer.textContent = "(nothing)";
     state.turns.push({ question, answer: text });
-    card.append(figures(done), ...places(done));
+    card.append(figures(done, [...told, ...errors]), ...places(done));
   } else if (!text && $("question").value === "") {
     $("question").value = question; // nothing is lost
   }
   card.scrollIntoView({ block: "nearest" });
 }
+
+/** Above these a token is marked: expected KL from full attention, in nats; risk that it is another one. */
+const DOUBTS = { kl: 0.01, flip: 0.1 };
+const isDoubtful = (error) => error.kl > DOUBTS.kl || error.flip > DOUBTS.flip;
+
+/** Text of an answer; marked if one of its tokens is doubtful, in the words of the worst. */
+function piece(text, errors) {
+  const doubtful = errors.filter(isDoubtful);
+  if (!doubtful.length) return text;
+  const most = (name) => Math.max(...doubtful.map((error) => error[name]));
+  const mark = el("span", { className: "doubt", textContent: text });
+  mark.title = `${percent(most("flip"))} risk that full attention says something else here; expected distance from it `
+    + `${most("kl").toPrecision(2)} nats, 9 of 10 such tokens stay below ${most("kl_bar").toPrecision(2)}`;
+  return mark;
+}
+
+const percent = (share) => `${(100 * share).toFixed(share < 0.095 ? 1 : 0)}%`;
 
 /** The server keeps the latest documents only: one that it has forgotten is sent again. */
 async function askAgain(content) {
@@ -241,7 +266,7 @@ async function askAgain(content) {
   }
 }
 
-function figures(done) {
+function figures(done, errors) {
   const rows = [];
   const add = (name, value, small) => rows.push(
     el("div", {}, el("dt", { textContent: name }), el("dd", {}, value, ...(small ? [" ", el("small", { textContent: small })] : []))));
@@ -251,6 +276,9 @@ function figures(done) {
   if (done.ttft_s !== null) add("to the first", `${done.ttft_s.toFixed(2)} s`);
   add("prompt", `${done.prompt_tokens.toLocaleString("en")} tokens`, `${done.reused_tokens.toLocaleString("en")} known`);
   if (typeof done.prefill_error === "number") add("of the prompt read", `${(100 * done.prefill_density).toFixed(1)}%`, `error ${(100 * done.prefill_error).toFixed(1)}%`);
+  if (errors.length) {
+    add("doubtful tokens", `${errors.filter(isDoubtful).length} of ${errors.length}`, `risk above ${percent(DOUBTS.flip)}, or far from full attention`);
+  }
   if (done.recall !== null) add("recall", `${(100 * done.recall).toFixed(1)}%`);
   if (done.missed_mass !== null) add("attention missed", `${(100 * done.missed_mass).toFixed(2)}%`);
   if (typeof done.mass_error === "number") add("mass estimated", `${done.mass_error < 0 ? "" : "+"}${(100 * done.mass_error).toFixed(2)}%`, "too much or too little");
@@ -380,6 +408,7 @@ document.addEventListener("keydown", (event) => {
     $("question").focus();
   }
 });
+$("doubts").addEventListener("change", () => $("answers").classList.toggle("calm", !$("doubts").checked));
 $("key-form").addEventListener("submit", (event) => {
   event.preventDefault();
   state.key = $("key").value;
