@@ -165,15 +165,15 @@ def main() -> None:
     llm = engine(folder, settings, LONGEST + 200, num_gpu_blocks_override=blocks)
     soak = Soak(llm, options.seed, options.stock)
     begin = perf_counter()
-    every, memory = options.minutes * 60 / 24, [(0.0, resident_mib())]
+    every, memory = options.minutes * 60 / 24, [(0.0, 0, resident_mib())]
     while (now := perf_counter() - begin) < options.minutes * 60:
         soak.step()
         if soak.counts["steps"] % 50 == 0:
             soak.check_codes()
         if now > len(memory) * every:
-            memory.append((round(now / 60, 1), resident_mib()))
+            memory.append((round(now / 60, 1), soak.counts["requests"], resident_mib()))
             print(memory[-1], dict(soak.counts), file=sys.stderr)
-    half = [mib for minute, mib in memory if minute > options.minutes / 2]
+    half = [mib for minute, _, mib in memory if minute > options.minutes / 2]
     found = {
         "benchmark": "vllm_soak",
         "stock": options.stock,
@@ -182,7 +182,7 @@ def main() -> None:
         "canary_answers": len(soak.canaries),
         "moments_kept": [len(one.moments) for one in soak.layers],
         "grown_in_second_half_mib": round(max(half) - half[0], 1) if half else None,
-        "memory": [{"minute": minute, "mib": mib} for minute, mib in memory],
+        "memory": [dict(zip(("minute", "requests", "mib"), one, strict=True)) for one in memory],
     }
     print(compact(found))
 

@@ -22,7 +22,9 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 
 from hybrid_kv.ops.native.library import Pool
+from hybrid_kv.vllm.audit import AuditTurns
 from hybrid_kv.vllm.batch import CacheShape, Prompts, Scratch, StepBatch, StepSequence, as_blocks
+from hybrid_kv.vllm.counters import process_counts
 from hybrid_kv.vllm.layer import Kernel, PagedLayer
 from hybrid_kv.vllm.settings import check_config, check_layer, settings_of
 
@@ -115,7 +117,10 @@ class HybridImpl(CPUAttentionBackendImpl):
             return
         check_layer(self.alibi_slopes, self.kv_sharing_target_layer_name)
         how = self.scale, self.logits_soft_cap
-        self.hybrid = PagedLayer(*how, _scratch(), _pool(), self.sinks)
+        settings = settings_of(get_current_vllm_config().additional_config)
+        every = 0 if settings is None else settings.audit_every
+        turns = _turns(every) if every else None
+        self.hybrid = PagedLayer(*how, _scratch(), _pool(), self.sinks, process_counts(), turns)
 
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
@@ -199,6 +204,11 @@ def _readable(sinks: Tensor | None) -> Tensor | None:
 @cache
 def _scratch() -> Scratch:
     return Scratch()
+
+
+@cache
+def _turns(every: int) -> AuditTurns:
+    return AuditTurns(every)
 
 
 @cache

@@ -11,6 +11,7 @@ moments of the beginnings of sequences.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -25,6 +26,7 @@ from hybrid_kv.errors import NonFiniteError
 from hybrid_kv.index._sketch_head import SketchMaker, plan_of
 from hybrid_kv.ops.native.library import Pool
 from hybrid_kv.ops.native.paged_cache import (
+    BlockSlice,
     PagedAttention,
     PagedDecode,
     PagedSketch,
@@ -33,7 +35,9 @@ from hybrid_kv.ops.native.paged_cache import (
 )
 from hybrid_kv.ops.tail import SAMPLES, Tail
 from hybrid_kv.types import PartialAttention
+from hybrid_kv.vllm.audit import AuditTurns, Look, log_sum
 from hybrid_kv.vllm.batch import Prompts, Scratch, SearchedDecodes, StepBatch, StepSequence, write
+from hybrid_kv.vllm.counters import StepCounts
 
 MOST = 32
 """Beginnings of one layer whose moments are kept: those used last."""
@@ -135,6 +139,8 @@ class PagedLayer:
         scratch: shared by the layers of a process.
         pool: the engine's threads; None for the calling one.
         sinks: [Hq] logits that take a share and have no value (gpt-oss); None for none.
+        counts: where steps are counted; None for a place of its own.
+        turns: of the audit; None for none.
     """
 
     def __init__(
@@ -144,9 +150,13 @@ class PagedLayer:
         scratch: Scratch,
         pool: Pool | None,
         sinks: Tensor | None = None,
+        counts: StepCounts | None = None,
+        turns: AuditTurns | None = None,
     ) -> None:
         self._how: dict[str, Any] = {"scale": scale, "softcap": softcap or None, "pool": pool}
         self._scratch, self._pool, self._sinks = scratch, pool, sinks
+        self.counts = StepCounts() if counts is None else counts
+        self._turns, self._number, self._step = turns, 0 if turns is None else turns.join(), 0
         self._index: PagedSketch | None = None
         self._queries, self._place = torch.empty(0), 0  # the latest, and the next one's place
         self._learned = 0  # tokens of the context that the index was learned from
@@ -178,10 +188,13 @@ class PagedLayer:
             query, output: [T, Hq, D].
         """
         self._follow(blocks)
+        found: dict[int, Tensor] = {}  # rows of what was read beside sinks and window, by sequence
         if batch.searched is not None:
-            self._attend_searched(blocks, query, output, batch, batch.searched)
+            found = self._attend_searched(blocks, query, output, batch, batch.searched)
         for one in batch.whole:
             self._attend_whole(blocks, query, output, batch, one)
+        if self._turns is not None:
+            self._audit(blocks, query, output, batch, found, self._turns)
         if batch.prompts is not None:
             self._attend_prompts(blocks, query, output, batch.prompts, kernel)
 
@@ -191,6 +204,7 @@ class PagedLayer:
         keys, key_cache, value_cache = self._scratch.pack(
             blocks, prompts.contexts, kernel.reshape_and_cache, kernel.isa
         )
+        self.counts.add(prompt_tokens=len(prompts.tokens))
         own, out = query[prompts.tokens], torch.empty_like(output[prompts.tokens])
         kernel.attend(own, key_cache, value_cache, out, prompts)
         output[prompts.tokens] = out
@@ -225,6 +239,7 @@ class PagedLayer:
             for head in range(heads)
         ]
         self._index, self._learned = PagedSketch(blocks, maps), length
+        self.counts.add(indexes=1)
 
     def _learn_on(self, blocks: Tensor, batch: StepBatch, decodes: SearchedDecodes) -> None:
         """Learn again where a context has grown by decoding, from it and the latest queries."""
@@ -254,7 +269,8 @@ class PagedLayer:
         output: Tensor,
         batch: StepBatch,
         decodes: SearchedDecodes,
-    ) -> None:
+    ) -> dict[int, Tensor]:
+        """Rows [Hkv, G, K] that were found, by the place of the sequence; others are whole."""
         self._remember(query[decodes.tokens])
         self._learn_on(blocks, batch, decodes)
         places, steps = [], []
@@ -265,15 +281,32 @@ class PagedLayer:
                 tail = self.moments.of(own, partial(batch.shape.rows, one.table))
                 places.append(place)
                 steps.append(PagedDecode(near, own, tail))
-        whole = set(range(len(decodes.sequences))) - set(places)
+        whole, found = set(range(len(decodes.sequences))) - set(places), dict[int, Tensor]()
         if self._index is not None and steps:
             tokens = decodes.tokens[places]
             own_queries = query[tokens].unflatten(1, (batch.shape.num_kv_heads, -1))
             part, failed = self._steps.attend(own_queries, steps, self._index, **self._how)
             output[tokens] = self._finished(part).to(output.dtype)
             whole |= {places[at] for at in failed}
+            found = dict(zip(places, self._steps.found, strict=True))
+        for place, step in zip(places, steps, strict=True):
+            if place not in whole:
+                self._count_searched(decodes.sequences[place], step)
         for place in sorted(whole):
+            found.pop(place, None)
             self._attend_whole(blocks, query, output, batch, decodes.sequences[place])
+        return found
+
+    def _count_searched(self, one: StepSequence, step: PagedDecode) -> None:
+        count, top_k = step.searched.num_tokens, step.searched.top_k
+        self.counts.add(
+            decodes=1,
+            searched_decodes=1,
+            estimated_decodes=step.tail is not None,
+            context_entries=one.length,
+            searched_entries=count,
+            read_entries=one.length - count + top_k,
+        )
 
     def _finished(self, part: PartialAttention) -> Tensor:
         """[S, Hq, D] of attention [S, Hkv, G, D], with the weights of sinks that have no value."""
@@ -296,6 +329,44 @@ class PagedLayer:
         pieces = batch.shape.pieces(one.table, 0, one.length)
         part = _merged(self._paged.attend(own.contiguous(), pieces, **self._how))
         output[one.begin] = self._finished(part).to(output.dtype)
+        self.counts.add(decodes=1, context_entries=one.length, read_entries=one.length)
+
+    def _audit(
+        self,
+        blocks: Tensor,
+        query: Tensor,
+        output: Tensor,
+        batch: StepBatch,
+        found: dict[int, Tensor],
+        turns: AuditTurns,
+    ) -> None:
+        """Compare a sequence of the step with exact attention where it is this layer's turn."""
+        near, sequences = list[list[BlockSlice]](), batch.whole
+        if batch.searched is not None:
+            near, sequences = batch.searched.near, [*batch.searched.sequences, *batch.whole]
+        self._step += bool(sequences)
+        place = turns.looked_at(self._number, self._step, len(sequences)) if sequences else None
+        if place is None:
+            return
+        one = sequences[place]
+        own = query[one.begin].view(batch.shape.num_kv_heads, -1, query.shape[-1]).contiguous()
+        pieces = batch.shape.pieces(one.table, 0, one.length)
+        exact = _merged(self._paged.attend(own, pieces, **self._how))
+        read = near[place] if place in found else pieces
+        seen = _merged(self._paged.attend(own, read, **self._how)).lse
+        if place in found:
+            rows = found[place]
+            keys = blocks.view(-1, blocks.shape[-1])[rows.clamp_min(0)]
+            scale, softcap = self._how["scale"], self._how["softcap"]
+            seen = seen.logaddexp(log_sum(own, keys, rows >= 0, scale, softcap or 0.0))
+        exact_out = self._finished(exact).to(output.dtype)
+        look = Look.of(seen, exact, output[one.begin], exact_out.float())
+        if math.isfinite(look.missed_mass + look.output_error):
+            self.counts.add(
+                audit_looks=1,
+                audit_missed_mass=look.missed_mass,
+                audit_output_error=look.output_error,
+            )
 
     def _follow(self, blocks: Tensor) -> None:
         """Forget what was known of other memory: vLLM gives a layer its cache after a trial run."""

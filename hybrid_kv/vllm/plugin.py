@@ -25,10 +25,13 @@ def register() -> None:
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
+    from hybrid_kv.vllm.counters import publish
+
     check_version(vllm.__version__)
     register_backend(AttentionBackendEnum.CPU_ATTN, "hybrid_kv.vllm.backend.HybridBackend")
     if CONNECTOR not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(CONNECTOR, "hybrid_kv.vllm.connector", CONNECTOR)
+    publish()
 
 
 def check_version(version: str) -> None:

@@ -36,13 +36,15 @@ class VllmSettings(Params):
     """method: "sketch": codes of the keys are searched, the best ranked exactly and attended, the
     unread estimated from their moments; budget: entries that a query head attends beside sinks
     and window, tokens, a share of the context such as 2%, or "all"; sink_tokens, window_tokens:
-    the first and the newest tokens, always attended.
+    the first and the newest tokens, always attended; audit_every: decode steps from one look of the
+    audit to the next, 0 for none: a look attends one sequence of one layer exactly as well.
     """
 
     method: Literal["sketch"] = "sketch"
     budget: Annotated[str, BeforeValidator(_known_budget)] = "128"
     sink_tokens: Tokens = 16
     window_tokens: Tokens = 256
+    audit_every: Tokens = 0
 
     def top_k(self, context: int) -> int | None:
         """Entries that a search of so many tokens returns; None where all are attended."""

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hybrid_kv.vllm.audit import AuditTurns
 from hybrid_kv.vllm.batch import CacheShape, Prompts, Scratch, StepBatch, StepSequence
 from hybrid_kv.vllm.layer import Kernel, PagedLayer
 from hybrid_kv.vllm.settings import VllmSettings
@@ -38,12 +39,13 @@ class PagedDriver:
         num_blocks: int = 200,
         seed: int = 0,
         sinks: Tensor | None = None,
+        turns: AuditTurns | None = None,
     ) -> None:
         self.random = torch.Generator().manual_seed(seed)
         self.settings, self.shape = settings, CacheShape(HEADS, BLOCK)
         self.cache = torch.full((num_blocks, HEADS, 2, BLOCK, DIM), torch.nan)
         self.free = torch.randperm(num_blocks, generator=self.random).tolist()
-        self.layer = PagedLayer(DIM**-0.5, 0.0, Scratch(), None, sinks)
+        self.layer = PagedLayer(DIM**-0.5, 0.0, Scratch(), None, sinks, turns=turns)
         self.spoiled: int | None = None  # the token of a step whose query holds NaN
         self.kernel = Kernel(self._attend, self._reshape_and_cache, "rows")
 

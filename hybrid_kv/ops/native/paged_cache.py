@@ -321,6 +321,19 @@ class PagedSteps:
         self._block = described(blocks[0, :, 0], blocks[0, :, 1])
         self._dim, self._heads = dim, (c_int32 * heads)(*range(heads))
         self._places: list[_Place] = []
+        self._found: tuple[Tensor, list[int]] = torch.empty(0), []  # and the top_k of each
+
+    @property
+    def found(self) -> list[Tensor]:
+        """Rows of the cache [Hkv, G, top_k] int64 that the last call found, of each sequence; -1
+        where there are fewer.
+        """
+        ids, widths = self._found
+        heads, group = ids.shape[1:3] if widths else (0, 0)
+        return [
+            own.flatten()[: heads * group * width].view(heads, group, width)
+            for own, width in zip(ids, widths, strict=True)
+        ]
 
     def attend(
         self,
@@ -353,6 +366,7 @@ class PagedSteps:
         structs = sketch.describe([one.searched for one in decodes])
         width = max(one.searched.top_k for one in decodes)
         ids = torch.empty((num, heads, group, width), dtype=torch.int64)
+        self._found = ids, [one.searched.top_k for one in decodes]
         while len(self._places) < num:
             self._places.append(_Place(self._all, self._heads))
         steps = (OneStepStruct * num)()
