@@ -17,7 +17,7 @@ from hybrid_kv.types import PartialAttention
 
 @dataclass
 class AuditTurns:
-    """Whose turn it is to look: of layers that see the same steps.
+    """Turns of looking, among layers that see the same steps.
 
     every: steps from one look to the next. layers: how many there are.
     """
@@ -31,7 +31,7 @@ class AuditTurns:
         return self.layers - 1
 
     def looked_at(self, layer: int, step: int, sequences: int) -> int | None:
-        """Which of a step's sequences a layer looks at; None for none.
+        """The one of a step's sequences that a layer looks at; None for none.
 
         Args:
             step: counted from 1.
@@ -42,8 +42,8 @@ class AuditTurns:
         return look // self.layers % sequences
 
 
-class Look(NamedTuple):
-    """What one look found, means over query heads: the share of the softmax that was not read, and
+class ExactLook(NamedTuple):
+    """Findings of a look, means over query heads: the share of the softmax that was not read, and
     the relative L2 distance of the output from exact attention's.
     """
 
@@ -51,7 +51,7 @@ class Look(NamedTuple):
     output_error: float
 
     @classmethod
-    def of(cls, seen: Tensor, exact: PartialAttention, out: Tensor, exact_out: Tensor) -> Look:
+    def of(cls, seen: Tensor, exact: PartialAttention, out: Tensor, exact_out: Tensor) -> ExactLook:
         """Compare one token's attention with the exact one.
 
         Args:

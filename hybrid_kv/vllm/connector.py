@@ -105,7 +105,7 @@ class HybridContexts(KVConnectorBase_V1):
         self._loads.append(ContextLoad(one.path, one.manifest.folder, begin, end, list(ids)))
 
     def build_connector_meta(self, scheduler_output: Any) -> ContextLoads:
-        """What this step loads."""
+        """Loads of this step."""
         loads, self._loads = self._loads, []
         return ContextLoads(loads)
 

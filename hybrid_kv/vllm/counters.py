@@ -73,7 +73,7 @@ _PLACES = {name: place for place, name in enumerate(FIELDS)}
 
 @cache
 def process_counts() -> StepCounts:
-    """Those of this process, in the folder where there is one."""
+    """Counts of this process, in the folder where there is one."""
     folder = os.environ.get(FOLDER)
     if folder is None:
         return StepCounts()

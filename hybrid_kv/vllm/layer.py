@@ -35,7 +35,7 @@ from hybrid_kv.ops.native.paged_cache import (
 )
 from hybrid_kv.ops.tail import SAMPLES, Tail
 from hybrid_kv.types import PartialAttention
-from hybrid_kv.vllm.audit import AuditTurns, Look, log_sum
+from hybrid_kv.vllm.audit import AuditTurns, ExactLook, log_sum
 from hybrid_kv.vllm.batch import Prompts, Scratch, SearchedDecodes, StepBatch, StepSequence, write
 from hybrid_kv.vllm.counters import StepCounts
 
@@ -360,7 +360,7 @@ class PagedLayer:
             scale, softcap = self._how["scale"], self._how["softcap"]
             seen = seen.logaddexp(log_sum(own, keys, rows >= 0, scale, softcap or 0.0))
         exact_out = self._finished(exact).to(output.dtype)
-        look = Look.of(seen, exact, output[one.begin], exact_out.float())
+        look = ExactLook.of(seen, exact, output[one.begin], exact_out.float())
         if math.isfinite(look.missed_mass + look.output_error):
             self.counts.add(
                 audit_looks=1,
