@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from hybrid_kv.cli.files import parse_settings, read_settings
 from hybrid_kv.cli.method_pages import Parameter, parameters_of
-from hybrid_kv.cli.settings import parse_settings, read_settings
 from hybrid_kv.config import HybridConfig, MethodConfig, as_printed
 from hybrid_kv.errors import ConfigError
 from hybrid_kv.plugins import METHODS

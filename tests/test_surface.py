@@ -14,9 +14,9 @@ import pytest
 
 import hybrid_kv
 import hybrid_kv.plugin
+from hybrid_kv.cli.files import build_config
 from hybrid_kv.cli.method_pages import common_parameters, parameters_of
 from hybrid_kv.cli.options import ModelOptions
-from hybrid_kv.cli.settings import build_config
 from hybrid_kv.config import HybridConfig
 from hybrid_kv.errors import ConfigError
 from hybrid_kv.former import FORMER

@@ -28,7 +28,7 @@ from hybrid_kv.ops.native.library import Pool
 from hybrid_kv.ops.native.rows import QuantisedKeys
 from hybrid_kv.ops.native.scans import FlatScan, stream
 from hybrid_kv.ops.native.selected import PageDigests
-from hybrid_kv.report.compact import compact
+from hybrid_kv.report.files import compact
 from hybrid_kv.report.run import probe_environment
 
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}

@@ -18,7 +18,7 @@ import psutil
 import torch
 
 from hybrid_kv.config import parse_count
-from hybrid_kv.report.compact import compact
+from hybrid_kv.report.files import compact
 from hybrid_kv.store import ColdStore
 from hybrid_kv.types import LayerShape
 

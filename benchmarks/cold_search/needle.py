@@ -10,7 +10,7 @@ from functools import cache
 import torch
 
 import hybrid_kv as hkv
-from hybrid_kv.contest import shared
+from hybrid_kv.contest import prompts
 from hybrid_kv.eval.needle import make_sample
 from hybrid_kv.types import Needs
 
@@ -44,9 +44,9 @@ def collect(name: str, num_keys: int, seed: int) -> Found:
 
 
 @cache
-def _prefill(num_keys: int, seed: int) -> shared.PrefilledPrompt:
+def _prefill(num_keys: int, seed: int) -> prompts.PrefilledPrompt:
     """A document of all positions that are needed, with all its queries."""
     tokens = SINKS + num_keys + WINDOW + STEPS
     sample = make_sample(TASK, tokens, num_records=RECORDS, seed=seed)
     with hkv.load("needle", dtype="float32") as llm:
-        return shared.prefill(llm.runtime, sample.context, Needs(sampled_queries=tokens))
+        return prompts.prefill(llm.runtime, sample.context, Needs(sampled_queries=tokens))

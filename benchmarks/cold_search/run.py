@@ -44,7 +44,7 @@ from benchmarks.common.head_stats import head_stats
 from hybrid_kv.config import parse_count
 from hybrid_kv.errors import HybridKVError
 from hybrid_kv.eval.synthetic import PROFILES
-from hybrid_kv.report.compact import compact
+from hybrid_kv.report.files import compact
 
 SCHEMA = 3
 STATS_STEP = 8

@@ -30,7 +30,7 @@ from hybrid_kv.ops.native.library import engine_state
 from hybrid_kv.ops.native.rows import QuantisedKeys
 from hybrid_kv.ops.native.scans import FlatScan, SketchSearcher, SketchTier, stream
 from hybrid_kv.ops.sketch_codes import SketchMap, SketchPlan, pack_tiers
-from hybrid_kv.report.compact import compact
+from hybrid_kv.report.files import compact
 from hybrid_kv.report.run import probe_environment
 
 PLANS = {

@@ -1,6 +1,6 @@
 """What a method loses: exact answers and distance from full attention, on one shared prefill.
 
-Questions and answers run through the method over the KV that `hybrid_kv.contest.shared` computed
+Questions and answers run through the method over the KV that `hybrid_kv.contest.prompts` computed
 once, and each leaves no trace behind.
 """
 
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hybrid_kv.config import HybridConfig
-from hybrid_kv.contest.shared import PrefilledPrompt, open_cache
+from hybrid_kv.contest.prompts import PrefilledPrompt, open_cache
 from hybrid_kv.eval.needle import Question, is_correct
 from hybrid_kv.models.attach import Attachment
 from hybrid_kv.models.cache_state import passing

@@ -21,7 +21,7 @@ from typing import Any
 if __name__ == "__main__":  # a script: the project's root is not on the path
     sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from hybrid_kv.report.compact import compact, expand
+from hybrid_kv.report.files import compact, expand
 
 REPEATS = 8
 """Lists of more floats than this hold repeats of one measurement."""

@@ -30,7 +30,7 @@ import hybrid_kv as hkv
 from benchmarks.common.surroundings import surroundings
 from hybrid_kv.config import parse_count
 from hybrid_kv.eval.needle import make_sample
-from hybrid_kv.report.compact import compact
+from hybrid_kv.report.files import compact
 from hybrid_kv.saved import verify_context
 
 

@@ -36,7 +36,7 @@ from hybrid_kv.config import parse_count
 from hybrid_kv.models.attach import Attachment
 from hybrid_kv.models.load import resolve_dtype
 from hybrid_kv.models.shapes import random_config
-from hybrid_kv.report.compact import compact
+from hybrid_kv.report.files import compact
 
 Step = Callable[[], float]
 

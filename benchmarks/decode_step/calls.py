@@ -26,7 +26,7 @@ if __name__ == "__main__":  # a script: what benchmarks share is beside its own 
 
 import hybrid_kv as hkv
 from benchmarks.common.layer_cost import MODELS, PARTS, PartCost, layer_costs
-from hybrid_kv.report.compact import compact, expand
+from hybrid_kv.report.files import compact, expand
 
 _STEPS = ("a quiet step", "a page")
 _COLUMNS = ("calls", "all_calls", "functions", "files")

@@ -36,9 +36,9 @@ from hybrid_kv.config import parse_count
 from hybrid_kv.eval.filling import FilledKV, SyntheticContext, filled_cache
 from hybrid_kv.models.hf_attention import hybrid_attention
 from hybrid_kv.models.hf_cache import TieredCache
-from hybrid_kv.ops import torch_cpu
+from hybrid_kv.ops import fused
 from hybrid_kv.ops.native import library
-from hybrid_kv.report.compact import compact
+from hybrid_kv.report.files import compact
 from hybrid_kv.runtime import KVCache
 from hybrid_kv.types import LayerShape, ModelInfo, Needs
 from hybrid_kv.watch.phases import ATTENTION, PHASES
@@ -120,13 +120,13 @@ def measure(cache: KVCache, steps: int, step: Callable[[], None]) -> dict[str, A
     the machine empties caches, which small pieces of Python feel most.
     """
     arithmetic = Arithmetic()
-    engine, attend = library.engine(), torch_cpu.attend
+    engine, attend = library.engine(), fused.attend
     for _ in range(3):
         step()  # declares the engine's functions before they are wrapped
     calls = {name: getattr(engine, name) for name in ENGINE_CALLS if hasattr(engine, name)}
     for name, call in calls.items():
         setattr(engine, name, arithmetic.wrap(call))
-    torch_cpu.attend = arithmetic.wrap(attend)
+    fused.attend = arithmetic.wrap(attend)
     whole, inside = [], []
     before = dict(cache.phases.seconds)
     try:
@@ -137,7 +137,7 @@ def measure(cache: KVCache, steps: int, step: Callable[[], None]) -> dict[str, A
             whole.append(1e6 * (thread_time() - begin) / len(INFO.layers))
             inside.append(1e6 * arithmetic.take() / len(INFO.layers))
     finally:
-        torch_cpu.attend = attend
+        fused.attend = attend
         for name, call in calls.items():
             setattr(engine, name, call)
     per_layer = 1e6 / (steps * len(INFO.layers))

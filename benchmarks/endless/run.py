@@ -33,7 +33,7 @@ import hybrid_kv as hkv
 from benchmarks.common.surroundings import surroundings
 from hybrid_kv.config import AuditParams, parse_count
 from hybrid_kv.eval.needle import is_correct, make_sample
-from hybrid_kv.report.compact import compact
+from hybrid_kv.report.files import compact
 from hybrid_kv.transfer import SyncExecutor
 from hybrid_kv.types import bytes_per_token
 from hybrid_kv.watch.auditor import Auditor

@@ -30,7 +30,7 @@ from hybrid_kv.cli.comparison import LAYER_DTYPE, LLAMA_3_8B, make_context
 from hybrid_kv.config import HybridConfig, parse_count
 from hybrid_kv.eval.filling import FilledKV
 from hybrid_kv.models.cache_state import passing
-from hybrid_kv.report.compact import compact
+from hybrid_kv.report.files import compact
 from hybrid_kv.runtime import KVCache
 from hybrid_kv.types import ModelInfo, Needs
 from hybrid_kv.watch.token_errors import HalfWatcher

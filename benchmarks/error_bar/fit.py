@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 if __name__ == "__main__":  # a script: the project's root is not on the path
     sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from hybrid_kv.report.compact import compact
+from hybrid_kv.report.files import compact
 
 Floats = NDArray[np.float64]
 

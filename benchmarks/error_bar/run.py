@@ -38,7 +38,7 @@ import hybrid_kv as hkv
 from benchmarks.texts.make import TEXTS, Text
 from benchmarks.texts.run import in_rounds, restored
 from hybrid_kv.config import HybridConfig
-from hybrid_kv.contest.shared import PrefilledPrompt, open_cache, prefill
+from hybrid_kv.contest.prompts import PrefilledPrompt, open_cache, prefill
 from hybrid_kv.models.attach import Attachment
 from hybrid_kv.models.cache_state import passing
 from hybrid_kv.models.hf_cache import TieredCache

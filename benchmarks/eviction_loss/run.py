@@ -36,7 +36,7 @@ from hybrid_kv.entries import Entries  # noqa: E402
 from hybrid_kv.eval.needle import make_sample  # noqa: E402
 from hybrid_kv.models.load import load_model, load_tokenizer  # noqa: E402
 from hybrid_kv.plugins import Method  # noqa: E402
-from hybrid_kv.report.compact import compact  # noqa: E402
+from hybrid_kv.report.files import compact  # noqa: E402
 from hybrid_kv.types import Evidence, LayerShape, ModelInfo  # noqa: E402
 
 METHODS = ("snapkv", "ada_snapkv")

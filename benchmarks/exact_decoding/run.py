@@ -42,7 +42,7 @@ from hybrid_kv.models.cache_layers import hybrid_layers
 from hybrid_kv.models.cache_state import passing
 from hybrid_kv.models.exact_steps import ExactWork
 from hybrid_kv.models.hf_cache import TieredCache
-from hybrid_kv.report.compact import compact
+from hybrid_kv.report.files import compact
 from hybrid_kv.report.run import probe_environment
 from hybrid_kv.types import Needs
 

@@ -27,9 +27,9 @@ import torch
 import hybrid_kv as hkv
 from benchmarks.common.surroundings import surroundings
 from hybrid_kv.config import budget_tokens, parse_count
-from hybrid_kv.contest.shared import open_cache, prefill
+from hybrid_kv.contest.prompts import open_cache, prefill
 from hybrid_kv.eval.needle import is_correct, make_sample
-from hybrid_kv.report.compact import compact
+from hybrid_kv.report.files import compact
 
 Answers: TypeAlias = list[list[tuple[list[int], bool]]]
 """By conversation and question: the tokens of the answer, and whether it is right."""

@@ -25,7 +25,7 @@ import torch
 import hybrid_kv as hkv
 from hybrid_kv.config import parse_count
 from hybrid_kv.eval.synthetic import PROFILES, SyntheticHead
-from hybrid_kv.report.compact import compact
+from hybrid_kv.report.files import compact
 from hybrid_kv.runtime import KVCache
 from hybrid_kv.types import Evidence, LayerShape, ModelInfo
 

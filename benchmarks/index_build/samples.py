@@ -21,7 +21,7 @@ import torch
 from hybrid_kv.config import IndexConfig, parse_count
 from hybrid_kv.eval.synthetic import PROFILES, SyntheticHead
 from hybrid_kv.plugins import Index
-from hybrid_kv.report.compact import compact
+from hybrid_kv.report.files import compact
 
 TOP_K, ASKED, HORIZON = 100, 512, 4096
 KINDS: dict[str, dict[str, Any]] = {

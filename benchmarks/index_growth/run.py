@@ -23,7 +23,7 @@ import torch
 from hybrid_kv.config import IndexConfig, parse_count
 from hybrid_kv.eval.synthetic import PROFILES, SyntheticHead
 from hybrid_kv.index.graph import GraphIndex
-from hybrid_kv.report.compact import compact
+from hybrid_kv.report.files import compact
 
 TOP_K = 100
 WINDOW = 512

@@ -29,10 +29,10 @@ from torch import Tensor
 import hybrid_kv as hkv
 from benchmarks.real_model.text import prose
 from hybrid_kv.config import HybridConfig
-from hybrid_kv.contest import shared
+from hybrid_kv.contest import prompts
 from hybrid_kv.eval.needle import filler
 from hybrid_kv.models.hf_cache import TieredCache
-from hybrid_kv.report.compact import compact
+from hybrid_kv.report.files import compact
 from hybrid_kv.runtime import look_ahead_state
 from hybrid_kv.transfer import SyncExecutor
 from hybrid_kv.transfer.cuda import Copies, CudaExecutor
@@ -120,7 +120,7 @@ def losses_by_layer(llm: hkv.LLM, prompt: Any, ids: Tensor, options: Any) -> dic
     """By layer the mean loss at each of FACTORS, over all steps: a trial that does not end."""
     noted: dict[int, list[list[float]]] = defaultdict(list)
     plain = look_ahead_state.LookAheadState.note
-    cache = shared.open_cache(llm.runtime, settings("auto", 4, options), prompt, wait=False)
+    cache = prompts.open_cache(llm.runtime, settings("auto", 4, options), prompt, wait=False)
     ahead = cache.kv.means.look_ahead
     assert ahead is not None
     known = {id(ahead.standing(idx)): idx for idx in cache.kv.layers}
@@ -140,7 +140,7 @@ def measure(
 ) -> dict[str, Any]:
     executor = BesideExecutor() if name != "inline" else None
     llm.runtime._executor = executor or SyncExecutor()
-    cache = shared.open_cache(llm.runtime, config, prompt, wait=False)
+    cache = prompts.open_cache(llm.runtime, config, prompt, wait=False)
     found, times = read(llm, cache, ids[:-1])
     kl, audit = (full.exp() * (full - found)).sum(-1), cache.kv.auditor
     assert audit is not None
@@ -186,9 +186,9 @@ def main() -> None:
     else:
         ids = prose(llm.tokenizer, count)
     needs = settings("never", 1, options).build().needs
-    prompt = shared.prefill(llm.runtime, ids[: options.tokens].numpy(), needs)
+    prompt = prompts.prefill(llm.runtime, ids[: options.tokens].numpy(), needs)
     ids = ids[options.tokens :]
-    cache = shared.open_cache(llm.runtime, HybridConfig(method="full"), prompt)
+    cache = prompts.open_cache(llm.runtime, HybridConfig(method="full"), prompt)
     full, _ = read(llm, cache, ids[:-1])
     rows = [measure(llm, "never", settings("never", 1, options), prompt, ids, full)]
     for factor in FACTORS:

@@ -34,11 +34,11 @@ from hybrid_kv.methods.h2o import Following  # noqa: E402
 from hybrid_kv.methods.low_bits import Kivi  # noqa: E402
 from hybrid_kv.methods.low_rank import ThinK  # noqa: E402
 from hybrid_kv.methods.retrieval import RetrievalAttention  # noqa: E402
-from hybrid_kv.methods.tidal_decode import TidalDecode  # noqa: E402
 from hybrid_kv.methods.whole_heads import DuoAttention  # noqa: E402
+from hybrid_kv.methods.windows import TidalDecode  # noqa: E402
 from hybrid_kv.ops.host_memory import HUGE_PAGE_BYTES  # noqa: E402
 from hybrid_kv.plugins import METHODS, Method  # noqa: E402
-from hybrid_kv.report.compact import compact  # noqa: E402
+from hybrid_kv.report.files import compact  # noqa: E402
 from hybrid_kv.rotary import Rotary  # noqa: E402
 from hybrid_kv.runtime import KVCache  # noqa: E402
 from hybrid_kv.types import Demotion, Evidence, LayerShape, ModelInfo  # noqa: E402

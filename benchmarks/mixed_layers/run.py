@@ -28,7 +28,7 @@ from hybrid_kv.index.graph import GraphIndex
 from hybrid_kv.ops.key_graph import KeyGraph, no_graph
 from hybrid_kv.ops.native import engine_state
 from hybrid_kv.ops.native import library as pools
-from hybrid_kv.report.compact import compact
+from hybrid_kv.report.files import compact
 
 HEADS, GROUP, TOP_K = 8, 4, 100
 LEARNED_POSITIONS = 6144

@@ -28,11 +28,11 @@ from pydantic import Field
 import hybrid_kv as hkv
 from benchmarks.common import accuracy
 from hybrid_kv.config import parse_count
-from hybrid_kv.contest import shared
+from hybrid_kv.contest.prompts import prefill
 from hybrid_kv.eval.needle import filler, make_sample
 from hybrid_kv.index.flat import FlatIndex
 from hybrid_kv.plugins import INDEXES
-from hybrid_kv.report.compact import compact
+from hybrid_kv.report.files import compact
 from hybrid_kv.types import SearchResult
 
 PAGE = 16
@@ -110,7 +110,7 @@ def measure(
     begin = perf_counter()
     table = {n: one for n, one in methods(context_tokens).items() if not only or n in only}
     needs = reduce(or_, (config.build().needs for config in table.values()))
-    prompts = [shared.prefill(runtime, s.context, needs) for s in (sample, other)]
+    prompts = [prefill(runtime, s.context, needs) for s in (sample, other)]
     prefill_s = perf_counter() - begin
     text = filler(TEXT_TOKENS, seed + 2)
     rows, full = [], None

@@ -30,7 +30,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.common.dense import DenseReader, sinks_and_window  # noqa: E402
 from hybrid_kv.eval.needle import TASKS, Question, is_correct, make_sample  # noqa: E402
 from hybrid_kv.eval.needle.facts import ASK, KEY, PASS  # noqa: E402
-from hybrid_kv.report.compact import compact  # noqa: E402
+from hybrid_kv.report.files import compact  # noqa: E402
 
 FIRST_SEED = 7_000_000
 WINDOW_TOKENS = 512

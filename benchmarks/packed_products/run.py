@@ -26,9 +26,9 @@ from torch.nn import functional
 
 from hybrid_kv.ops.native import linear
 from hybrid_kv.ops.native.library import Pool
-from hybrid_kv.ops.native.packed import PACKED_KINDS, PackedWeight, packed_linear
+from hybrid_kv.ops.native.linear import PACKED_KINDS, PackedWeight, packed_linear
 from hybrid_kv.ops.native.scans import stream
-from hybrid_kv.report.compact import compact
+from hybrid_kv.report.files import compact
 from hybrid_kv.report.run import probe_environment
 
 SCALES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}

@@ -38,7 +38,7 @@ from typing import Any, NamedTuple
 
 from hybrid_kv.config import parse_count
 from hybrid_kv.report import probe_environment
-from hybrid_kv.report.compact import compact, expand
+from hybrid_kv.report.files import compact, expand
 
 HERE = Path(__file__).parent
 PACKAGE = "@node-llama-cpp/linux-x64@3.22.1"

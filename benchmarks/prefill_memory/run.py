@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, PreTra
 import hybrid_kv as hkv
 from hybrid_kv.config import parse_count
 from hybrid_kv.models.cache_state import passing
-from hybrid_kv.report.compact import compact
+from hybrid_kv.report.files import compact
 
 
 class LiveBytes(TorchDispatchMode):

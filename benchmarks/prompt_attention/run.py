@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.common.surroundings import surroundings
-from hybrid_kv.ops import torch_cpu
+from hybrid_kv.ops import fused
 from hybrid_kv.ops.native.prompt import attend_prompt
-from hybrid_kv.report.compact import compact
+from hybrid_kv.report.files import compact
 from hybrid_kv.report.run import probe_environment
 from hybrid_kv.testing import softmax_attention
 from hybrid_kv.types import PartialAttention
@@ -64,7 +64,7 @@ def rate(dtype: torch.dtype, heads: tuple[int, int], tokens: int, dim: int, roun
         {
             "tiles": lambda: attend_prompt(q, k, v, scale=scale),
             "with masses": lambda: attend_prompt(q, k, v, scale=scale, masses=masses),
-            "torch": lambda: torch_cpu.attend_causal(q, k, v, scale=scale),
+            "torch": lambda: fused.attend_causal(q, k, v, scale=scale),
             "product": lambda: [left @ right for _ in range(_REPEATS)],
             "its own product": lambda: [narrow[0] @ narrow[1] for _ in range(_REPEATS)],
         },
@@ -92,7 +92,7 @@ def errors(dtype: torch.dtype, dim: int, tokens: int = 1024) -> list[Row]:
         out, lse = softmax_attention(q, k, v, scale=scale, visible=seen)
         sides: dict[str, PartialAttention] = {
             "tiles": attend_prompt(q, k, v, scale=scale),
-            "torch": torch_cpu.attend_causal(q, k, v, scale=scale),
+            "torch": fused.attend_causal(q, k, v, scale=scale),
         }
         for name, part in sides.items():
             missed, size = part.out.double() - out, out.square().mean().sqrt()

@@ -20,8 +20,8 @@ from ray.cluster_utils import Cluster
 from hybrid_kv.api import load
 from hybrid_kv.config import HybridConfig
 from hybrid_kv.eval.needle import filler
-from hybrid_kv.ray.engine import ReplicaEngine
 from hybrid_kv.ray.replica import ReplicaSpec
+from hybrid_kv.ray.replicas import ReplicaEngine
 from hybrid_kv.serve import Engine, Finished, Limits, Request, Sampling, Token
 
 LIMITS = Limits(max_running=8, max_queue=200)

@@ -30,9 +30,9 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 import hybrid_kv as hkv
 from benchmarks.real_model.text import prose
 from hybrid_kv.config import HybridConfig, IndexConfig
-from hybrid_kv.contest import shared
+from hybrid_kv.contest import prompts
 from hybrid_kv.index.graph import GraphIndex
-from hybrid_kv.report.compact import compact
+from hybrid_kv.report.files import compact
 from hybrid_kv.rotary import Samples
 from hybrid_kv.store.index_builder import BuildWork, InlineRunner
 from hybrid_kv.store.live_index import LiveIndex
@@ -89,7 +89,7 @@ def heads(tokens: int, then: int, count: int) -> Iterator[Head]:
     model, tokenizer = stretched((tokens + then) / 8192)
     with hkv.load(model, tokenizer=tokenizer, config=HybridConfig()) as llm:
         ids = prose(llm.tokenizer, tokens + then)
-        read = shared.prefill(llm.runtime, ids.numpy(), Needs(4096, then + 4096))
+        read = prompts.prefill(llm.runtime, ids.numpy(), Needs(4096, then + 4096))
         info = llm.runtime.info
     names = [(layer, head) for layer in range(len(read.layers)) for head in range(3)]
     for layer, head in names[:: max(1, len(names) // count)][:count]:

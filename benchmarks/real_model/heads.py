@@ -27,9 +27,9 @@ from torch import Tensor
 import hybrid_kv as hkv
 from benchmarks.real_model.text import prose
 from hybrid_kv.config import HybridConfig, IndexConfig
-from hybrid_kv.contest import shared
+from hybrid_kv.contest import prompts
 from hybrid_kv.plugins import Index
-from hybrid_kv.report.compact import compact
+from hybrid_kv.report.files import compact
 from hybrid_kv.types import Evidence, Needs
 
 SINKS, WINDOW, ASKED, TOP_K = 16, 512, 512, 100
@@ -65,7 +65,7 @@ def heads(tokens: int, skip: int, count: int) -> Iterator[Head]:
     with llm:
         ids = prose(llm.tokenizer, tokens, skip)
         needs = Needs(4096, ASKED + 4096)
-        prompt = shared.prefill(llm.runtime, ids.numpy(), needs)
+        prompt = prompts.prefill(llm.runtime, ids.numpy(), needs)
         info = llm.runtime.info
     past = tokens - ASKED  # the prompt; what follows is asked
     names = [(layer, head) for layer in range(len(prompt.layers)) for head in range(3)]

@@ -32,7 +32,7 @@ from hybrid_kv.errors import GgufWarning
 from hybrid_kv.models.cache_state import passing
 from hybrid_kv.models.gguf_model import smollm2_file
 from hybrid_kv.models.load import load_model, load_tokenizer
-from hybrid_kv.report.compact import compact
+from hybrid_kv.report.files import compact
 
 WAYS: dict[str, dict[str, Any]] = {
     "plain float32": {"dtype": "float32", "dequantize": True},

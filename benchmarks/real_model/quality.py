@@ -23,8 +23,8 @@ import hybrid_kv as hkv
 from benchmarks.common import accuracy
 from benchmarks.real_model.text import prose
 from hybrid_kv.config import HybridConfig
-from hybrid_kv.contest.shared import open_cache, prefill
-from hybrid_kv.report.compact import compact
+from hybrid_kv.contest.prompts import open_cache, prefill
+from hybrid_kv.report.files import compact
 from hybrid_kv.types import Needs
 
 WINDOW = 512

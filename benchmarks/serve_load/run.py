@@ -35,7 +35,7 @@ import httpx
 import numpy as np
 import psutil
 
-from hybrid_kv.report.compact import compact
+from hybrid_kv.report.files import compact
 
 MIX = {1024: 40, 2048: 30, 4096: 18, 8192: 8, 16384: 4}
 """Tokens of a prompt, and how many of a hundred prompts have them."""

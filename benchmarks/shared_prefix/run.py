@@ -27,7 +27,7 @@ if __name__ == "__main__":  # a script: the project's root is not on its path
 import torch
 
 from hybrid_kv.config import HybridConfig, parse_count
-from hybrid_kv.report.compact import compact
+from hybrid_kv.report.files import compact
 from hybrid_kv.runtime import KVCache
 from hybrid_kv.runtime.together import JointRow, attend_shared
 from hybrid_kv.types import LayerShape, ModelInfo

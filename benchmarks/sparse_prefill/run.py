@@ -41,7 +41,7 @@ from hybrid_kv.eval.needle import Sample, is_correct, make_sample
 from hybrid_kv.models.cache_state import passing
 from hybrid_kv.ops import get_ops
 from hybrid_kv.ops.native.library import work_alone
-from hybrid_kv.report.compact import compact
+from hybrid_kv.report.files import compact
 from hybrid_kv.report.run import probe_environment
 from hybrid_kv.runtime.sparse_prefill import PrefillLoss, SampledQueries, query_block
 from hybrid_kv.types import KEY_BLOCK, BlockMask

@@ -36,7 +36,7 @@ from hybrid_kv.ops import Ops
 from hybrid_kv.ops.native import library
 from hybrid_kv.planning.designs import HOST_COSTS
 from hybrid_kv.report import probe_environment
-from hybrid_kv.report.compact import compact
+from hybrid_kv.report.files import compact
 from hybrid_kv.runtime import KVCache, decode
 from hybrid_kv.transfer import SyncExecutor
 from hybrid_kv.transfer.cuda import CudaExecutor

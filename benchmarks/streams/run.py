@@ -34,7 +34,7 @@ from hybrid_kv.models.cache_state import passing
 from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.models.joined import JoinedCache
 from hybrid_kv.models.shapes import random_config
-from hybrid_kv.report.compact import compact
+from hybrid_kv.report.files import compact
 
 _WARM = 4
 _VOCAB = 4096

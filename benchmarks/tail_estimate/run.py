@@ -28,7 +28,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.eviction_loss.run import Layer, model_layers  # noqa: E402
 from hybrid_kv.config import parse_count  # noqa: E402
 from hybrid_kv.ops.tail import AttendedSums, Form, Tail  # noqa: E402
-from hybrid_kv.report.compact import compact  # noqa: E402
+from hybrid_kv.report.files import compact  # noqa: E402
 from hybrid_kv.types import PartialAttention  # noqa: E402
 
 SINKS = 4

@@ -38,8 +38,7 @@ from benchmarks.texts.make import TEXTS, Text
 from hybrid_kv.config import HybridConfig
 from hybrid_kv.contest.arguments import FULL, EvalCase, contenders
 from hybrid_kv.contest.measure import EvalTarget, reading
-from hybrid_kv.contest.prompts import Prompt, PromptBuilder
-from hybrid_kv.contest.shared import PrefilledPrompt, SharedPrompt
+from hybrid_kv.contest.prompts import PrefilledPrompt, Prompt, PromptBuilder, SharedPrompt
 from hybrid_kv.ops.tail import moments_bytes
 from hybrid_kv.planning.plan import ModelFacts, model_facts
 from hybrid_kv.types import Needs

@@ -25,7 +25,7 @@ import torch
 
 from benchmarks.vllm_step.run import SHAPE, start, timed, watch
 from hybrid_kv.config import parse_count
-from hybrid_kv.report.compact import compact
+from hybrid_kv.report.files import compact
 
 
 def first_token(one: Any, ids: list[int]) -> None:

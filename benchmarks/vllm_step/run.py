@@ -32,7 +32,7 @@ os.environ |= {
 import torch  # noqa: E402
 
 from hybrid_kv.config import parse_count  # noqa: E402
-from hybrid_kv.report.compact import compact  # noqa: E402
+from hybrid_kv.report.files import compact  # noqa: E402
 
 CHUNK = 16384
 SHAPE = {

@@ -19,7 +19,7 @@ if __name__ == "__main__":  # a script: the project's root is not on the path
 import hybrid_kv as hkv
 from benchmarks.common.accuracy import answer
 from hybrid_kv.config import budget_tokens
-from hybrid_kv.contest import shared
+from hybrid_kv.contest import prompts
 from hybrid_kv.eval.needle import make_sample
 
 RECORDS, SINKS, WINDOW = 64, 16, 256
@@ -36,8 +36,8 @@ def ask(runtime: Any, task: str, context: int, budget: str, number: int) -> dict
         cold={"top_k": budget_tokens(budget, context), "index": {"kind": "sketch"}},
         **near,
     )
-    prompt = shared.prefill(runtime, sample.context, config.build().needs)
-    cache = shared.open_cache(runtime, config, prompt)
+    prompt = prompts.prefill(runtime, sample.context, config.build().needs)
+    cache = prompts.open_cache(runtime, config, prompt)
     return {
         "task": task,
         "context": context,

@@ -33,7 +33,7 @@ os.environ |= {
 import torch  # noqa: E402
 
 from benchmarks.vllm_tokens.models import RANDOM  # noqa: E402
-from hybrid_kv.report.compact import compact  # noqa: E402
+from hybrid_kv.report.files import compact  # noqa: E402
 
 
 def engine(folder: Path, settings: dict[str, Any] | None, longest: int, **options: Any) -> Any:

@@ -28,7 +28,7 @@ import torch
 from benchmarks.vllm_tokens.models import VOCAB, save_random
 from benchmarks.vllm_tokens.run import engine
 from hybrid_kv.ops.native.paged_cache import PagedSketch
-from hybrid_kv.report.compact import compact
+from hybrid_kv.report.files import compact
 from hybrid_kv.vllm import layer as layer_module
 from hybrid_kv.vllm import settings as settings_module
 from hybrid_kv.vllm.batch import as_blocks

@@ -33,7 +33,7 @@ from hybrid_kv.cli.files import describe_run, environment_of
 from hybrid_kv.cli.model_run import checked, ended_by_ctrl_c, opened, run
 from hybrid_kv.cli.options import ModelOptions, OutputOptions
 from hybrid_kv.config import HybridConfig
-from hybrid_kv.contest.shared import PrefilledPrompt, open_cache, prefill
+from hybrid_kv.contest.prompts import PrefilledPrompt, open_cache, prefill
 from hybrid_kv.eval.filling import FilledKV, SyntheticContext, context_bytes
 from hybrid_kv.eval.needle import Question, Sample, is_correct
 from hybrid_kv.ops.host_memory import free_memory

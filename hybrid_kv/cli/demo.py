@@ -40,9 +40,8 @@ def demo(
     Exit code 1 if the answers differ or are wrong.
     """
     from hybrid_kv.cli.comparison import compare
-    from hybrid_kv.cli.files import check_target, write_report
+    from hybrid_kv.cli.files import build_config, check_target, given_settings, write_report
     from hybrid_kv.cli.model_run import ended_by_ctrl_c
-    from hybrid_kv.cli.settings import build_config, given_settings
     from hybrid_kv.eval.needle import make_sample
 
     config = build_config(options)

@@ -184,7 +184,7 @@ def evaluate(
 
 
 def _arguments(model: str, asked: ContestOptions, options: ContestModelOptions) -> EvalArguments:
-    from hybrid_kv.cli.settings import parse_settings, read_settings
+    from hybrid_kv.cli.files import parse_settings, read_settings
     from hybrid_kv.config import budget_tokens
     from hybrid_kv.contest.arguments import EvalArguments
 
@@ -294,11 +294,32 @@ def _written(
     output: OutputOptions,
     interrupted: bool,
 ) -> EvalReport:
-    """The report of what was measured; writes the folder's tables and page."""
-    from hybrid_kv.cli.evaluate_results import report_of, write_results
+    """The report of what was measured, as far as the folder has it.
 
-    report = report_of(arguments, contest, folder, environment, interrupted=interrupted)
-    write_results(report, folder.path, output)
+    Puts the tables, the report and the page into the folder, and the report where --json says.
+
+    Raises:
+        WriteError: one of them cannot be written; an older one is still there.
+    """
+    from hybrid_kv.cli.files import write_report
+    from hybrid_kv.contest.evaluation import rows_of
+    from hybrid_kv.report.evaluation import to_csv
+    from hybrid_kv.report.files import write_file
+    from hybrid_kv.report.html.evaluation_page import render_evaluation
+    from hybrid_kv.report.schema import EvalReport, to_json
+
+    found = (folder.cells[key] for key in contest.wanted() if key in folder.cells)
+    report = EvalReport(
+        environment=environment,
+        arguments=arguments.model_dump(mode="json"),
+        model=arguments.model,
+        rows=(*rows_of(found), *contest.refused()),
+        interrupted=interrupted,
+    )
+    write_file(folder.path / "results.csv", to_csv(report.rows), "table")
+    write_file(folder.path / "results.json", to_json(report) + "\n", "report")
+    write_file(folder.path / "index.html", render_evaluation(report), "page")
+    write_report(report, output)
     return report
 
 

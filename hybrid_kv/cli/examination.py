@@ -19,7 +19,7 @@ from hybrid_kv.ops.devices import backends_on
 from hybrid_kv.ops.dispatch import get_ops
 from hybrid_kv.ops.host_memory import free_memory
 from hybrid_kv.ops.native.library import engine_state
-from hybrid_kv.ops.native.packed import INSTRUCTIONS, PACKED_KINDS
+from hybrid_kv.ops.native.linear import INSTRUCTIONS, PACKED_KINDS
 from hybrid_kv.ops.operations import BACKENDS, OPS, choose_backend, why_unavailable
 from hybrid_kv.ops.pinned import lock_limit_bytes, why_not_pinned
 from hybrid_kv.planning.plan import ModelFacts, model_facts

@@ -14,21 +14,17 @@ import typer
 from typer.core import TyperGroup
 
 from hybrid_kv.cli import ENDED, INTERRUPTED
-from hybrid_kv.cli.chat import chat
 from hybrid_kv.cli.context import app as context
 from hybrid_kv.cli.demo import demo
 from hybrid_kv.cli.doctor import doctor
 from hybrid_kv.cli.evaluate import evaluate
-from hybrid_kv.cli.failures import describe, refuse_foreign_bytes, refuse_unknown_verb
-from hybrid_kv.cli.generate import generate
-from hybrid_kv.cli.heads import heads
-from hybrid_kv.cli.known_names import asked_for
-from hybrid_kv.cli.ls import ls
-from hybrid_kv.cli.methods import methods
+from hybrid_kv.cli.generate import chat, generate
+from hybrid_kv.cli.known_names import asked_for, describe, refuse_foreign_bytes, refuse_unknown_verb
+from hybrid_kv.cli.ls import ls, pull
+from hybrid_kv.cli.methods import heads, methods
 from hybrid_kv.cli.options import grouped
 from hybrid_kv.cli.plan import plan
 from hybrid_kv.cli.profile import profile
-from hybrid_kv.cli.pull import pull
 from hybrid_kv.cli.report import report
 from hybrid_kv.cli.serve import serve
 

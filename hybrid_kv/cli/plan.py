@@ -83,9 +83,8 @@ def plan(
 ) -> None:
     """Say whether a context fits, where its bytes go, and what its prompt and a token will take."""
     from hybrid_kv.api.planning import plan as make_plan
-    from hybrid_kv.cli.files import check_target, write_report
+    from hybrid_kv.cli.files import build_config, check_target, write_report
     from hybrid_kv.cli.model_run import silence_transformers
-    from hybrid_kv.cli.settings import build_config
     from hybrid_kv.errors import ConfigError
 
     check_target(output)

@@ -262,7 +262,7 @@ def _refuse_trace_of_known(trace: str | None, known: Collection[object]) -> None
 def _arguments(
     model: str | None, asked: SweepOptions, options: ProfileModelOptions, cut: LayersOption
 ) -> ProfileArguments:
-    from hybrid_kv.cli.settings import parse_settings, read_settings
+    from hybrid_kv.cli.files import parse_settings, read_settings
     from hybrid_kv.errors import ConfigError
     from hybrid_kv.eval.profiling import ProfileArguments
     from hybrid_kv.eval.profiling.arguments import SYNTHETIC_LIMIT_S

@@ -247,8 +247,7 @@ def serve(
     output: TalkOptions,
 ) -> None:
     """Serve a model to the interfaces people use: OpenAI's over HTTP, and a page for documents."""
-    from hybrid_kv.cli.files import has_no_tokenizer
-    from hybrid_kv.cli.settings import build_config
+    from hybrid_kv.cli.files import build_config, has_no_tokenizer
     from hybrid_kv.errors import ConfigError
 
     _check_extra()
@@ -316,8 +315,8 @@ class WantedEngine:
     ) -> Iterator[tuple[ServedModel, AnyEngine]]:
         """The model without its weights, and an engine in front of its replicas."""
         from hybrid_kv.cli.display import waiting
-        from hybrid_kv.ray.engine import ReplicaEngine
         from hybrid_kv.ray.replica import ReplicaSpec
+        from hybrid_kv.ray.replicas import ReplicaEngine
 
         options = self.options
         spec = ReplicaSpec(

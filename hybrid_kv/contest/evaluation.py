@@ -22,8 +22,7 @@ from hybrid_kv.api import LLM
 from hybrid_kv.contest.arguments import EvalArguments, EvalCase
 from hybrid_kv.contest.folder import Key, ResultsFolder
 from hybrid_kv.contest.measure import EvalTarget, answers, reading
-from hybrid_kv.contest.prompts import Prompt, PromptBuilder
-from hybrid_kv.contest.shared import SharedPrompt
+from hybrid_kv.contest.prompts import Prompt, PromptBuilder, SharedPrompt
 from hybrid_kv.errors import HybridKVError
 from hybrid_kv.eval.tasks import Task
 from hybrid_kv.planning.plan import model_facts

@@ -19,8 +19,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hybrid_kv.config import AuditParams, HybridConfig
-from hybrid_kv.contest.prompts import AskedQuestion, Prompt, PromptBuilder, Scorer
-from hybrid_kv.contest.shared import PrefilledPrompt, SharedPrompt
+from hybrid_kv.contest.prompts import (
+    AskedQuestion,
+    PrefilledPrompt,
+    Prompt,
+    PromptBuilder,
+    Scorer,
+    SharedPrompt,
+)
 from hybrid_kv.models.attach import Attachment
 from hybrid_kv.models.cache_layers import HybridLayer
 from hybrid_kv.models.cache_state import passing

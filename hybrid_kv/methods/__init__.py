@@ -53,7 +53,7 @@ BUILT_IN = {
     "sparq": "index_baselines",
     "streaming_llm": "windows",
     "think": "low_rank",
-    "tidal_decode": "tidal_decode",
+    "tidal_decode": "windows",
     "tova": "h2o",
     "zipcache": "low_bits",
     "zipvl": "snapkv",

@@ -33,7 +33,7 @@ from hybrid_kv.models.gguf_model import (
 )
 from hybrid_kv.models.weight_kinds import StoredWeight, dtype_name, mib
 from hybrid_kv.ops.native.library import engine_state
-from hybrid_kv.ops.native.packed import PACKED_KINDS
+from hybrid_kv.ops.native.linear import PACKED_KINDS
 from hybrid_kv.runtime import check_weights_memory
 
 

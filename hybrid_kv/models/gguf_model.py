@@ -25,7 +25,7 @@ from hybrid_kv.models.gguf_conversion import Conversion, RowOrder
 from hybrid_kv.models.gguf_file import GgufFile, GgufTensor
 from hybrid_kv.models.packed_linear import PackedEmbedding, PackedLinear, is_table
 from hybrid_kv.models.weight_kinds import StoredWeight
-from hybrid_kv.ops.native.packed import PACKED_KINDS
+from hybrid_kv.ops.native.linear import PACKED_KINDS
 
 SMOLLM2 = "smollm2"
 """SmolLM2-135M-Instruct (Apache-2.0), a small real language model that a package brings."""

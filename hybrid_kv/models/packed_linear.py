@@ -21,7 +21,7 @@ from torch.compiler import is_dynamo_compiling
 from hybrid_kv.errors import ConfigError
 from hybrid_kv.models import gguf_file
 from hybrid_kv.ops.native.library import pool_here
-from hybrid_kv.ops.native.packed import PACKED_KINDS, PackedWeight, packed_linear
+from hybrid_kv.ops.native.linear import PACKED_KINDS, PackedWeight, packed_linear
 
 _VALUES = 32
 _PIECE = 2**20

@@ -51,7 +51,7 @@ from hybrid_kv.models.weight_kinds import (
     stored_tensors,
 )
 from hybrid_kv.ops.native.library import engine_state
-from hybrid_kv.ops.native.packed import PACKED_KINDS
+from hybrid_kv.ops.native.linear import PACKED_KINDS
 
 LOADED = (*BLOCKS, "nf4")
 """Kinds that `load` makes of other weights."""

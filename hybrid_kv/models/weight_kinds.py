@@ -20,7 +20,7 @@ from hybrid_kv.errors import (
     unknown_name,
 )
 from hybrid_kv.models.support import is_plain_linear
-from hybrid_kv.ops.native.packed import PACKED_KINDS
+from hybrid_kv.ops.native.linear import PACKED_KINDS
 from hybrid_kv.types import ModelInfo
 
 

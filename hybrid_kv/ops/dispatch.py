@@ -290,9 +290,9 @@ def _is_expressed(q: Tensor, bias: Tensor | None) -> bool:
     """Whether torch has fused kernels for such queries, on a GPU."""
     if q.device.type != "cuda":
         return True
-    from hybrid_kv.ops import torch_cuda
+    from hybrid_kv.ops.fused import expresses_on_cuda
 
-    return torch_cuda.expresses(q, bias)
+    return expresses_on_cuda(q, bias)
 
 
 def _is_few(q: Tensor) -> bool:

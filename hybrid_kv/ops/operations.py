@@ -102,20 +102,25 @@ def _triton(module: str, name: str = "", *needs: Need, uses: str | None = None) 
     return By("triton", module, name, ("here", "compiled", "floats", *needs), uses)
 
 
+def _fused(op: str) -> tuple[By, By]:
+    """Torch's kernels for each type of device."""
+    needs: tuple[Need, ...] = ("floats", "plain", "pairs")
+    return (
+        By("torch_cpu", "hybrid_kv.ops.fused", op, ("cpu", *needs)),
+        By("torch_cuda", "hybrid_kv.ops.fused", f"{op}_on_cuda", ("cuda", *needs)),
+    )
+
+
 _PROMPT = _native("suited", module="hybrid_kv.ops.native.prompt")
-_FUSED = (
-    By("torch_cpu", "hybrid_kv.ops.torch_cpu", needs=("cpu", "floats", "plain", "pairs")),
-    By("torch_cuda", "hybrid_kv.ops.torch_cuda", needs=("cuda", "floats", "plain", "pairs")),
-)
 # It compiles for minutes at its first use, so it serves those who ask for it.
 _FLASHINFER = By(
     "flashinfer", "hybrid_kv.ops.flashinfer", needs=("here", "asked", "halves", "plain")
 )
 _Attention = Operation[PartialAttention]
 
-ATTEND = _Attention("attend", _native("suited"), *_FUSED, _defined())
+ATTEND = _Attention("attend", _native("suited"), *_fused("attend"), _defined())
 ATTEND_VISIBLE = _Attention("attend_visible", _native("few"), _defined(uses="attend"))
-ATTEND_CAUSAL = _Attention("attend_causal", _PROMPT, *_FUSED, _defined())
+ATTEND_CAUSAL = _Attention("attend_causal", _PROMPT, *_fused("attend_causal"), _defined())
 ATTEND_WITH_MASSES = Operation[tuple[PartialAttention, Tensor]]("attend_with_masses", _PROMPT)
 _SPARSE = "hybrid_kv.ops.reference"
 _TILES = _native(module="hybrid_kv.ops.native.prompt")
@@ -132,7 +137,7 @@ ATTEND_RETRIEVED = _Attention("attend_retrieved", _native(), _defined(uses="atte
 ATTEND_RAGGED = _Attention(
     "attend_ragged",
     _native("few", module=_SELECTED),
-    _triton("ragged", uses="uploads"),
+    _triton("paged", uses="uploads"),
     _defined(uses="attend"),
 )
 ATTEND_PAGES = _Attention("attend_pages", _triton("paged"), _FLASHINFER, _defined(uses="attend"))
@@ -157,7 +162,7 @@ PAGE_WRITER = Operation[None]("page_writer", _native(name="PageWriter"))
 
 NEAREST_KEYS = Operation[Tensor]("nearest_keys", _triton("nearest"), _defined())
 ENCODE_SKETCH = Operation[None](
-    "encode_sketch", _triton("sketch_encode", "encode"), _selected("encode")
+    "encode_sketch", _triton("sketch_scan", "encode"), _selected("encode")
 )
 FIND_BY_SKETCH = Operation[Candidates](
     "find_by_sketch", _triton("sketch_find", "find"), _selected("find")
@@ -166,7 +171,7 @@ SCORE_CANDIDATES = Operation[Tensor](  # the second half of a search
     "find_by_sketch", _triton("sketch_find", "exact_scores"), _selected("exact_scores")
 )
 ATTEND_CANDIDATES = _Attention(
-    "attend_candidates", _triton("sketch_attend", "attend"), _selected("attend")
+    "attend_candidates", _triton("sketch_find", "attend"), _selected("attend")
 )
 BEST_LIMIT = Operation[Tensor](  # above which candidates are attended
     "attend_candidates", _triton("sketch_find", "best_limit"), _selected("best_limit")

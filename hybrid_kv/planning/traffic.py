@@ -20,7 +20,7 @@ from hybrid_kv.index._device_keys import device_bytes, search_bytes
 from hybrid_kv.models.prompt_layers import trial
 from hybrid_kv.ops import get_ops
 from hybrid_kv.ops.native.library import pool_here
-from hybrid_kv.ops.native.packed import (
+from hybrid_kv.ops.native.linear import (
     PACKED_KINDS,
     PackedWeight,
     multiplies_packed,

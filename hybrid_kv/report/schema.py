@@ -10,8 +10,8 @@ from pydantic import BaseModel, Field, ValidationError
 
 from hybrid_kv.config import first_sentence
 from hybrid_kv.errors import ConfigError
-from hybrid_kv.report.compact import expand
 from hybrid_kv.report.evaluation import EvalRow
+from hybrid_kv.report.files import expand
 from hybrid_kv.report.profile import ProfileRow
 from hybrid_kv.report.run import Environment, Group, MachineGbps, Run
 

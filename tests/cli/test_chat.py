@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from hybrid_kv.cli import chat
-from hybrid_kv.cli.chat import Session
+from hybrid_kv.cli import generate
+from hybrid_kv.cli.generate import Session
 from hybrid_kv.cli.options import OutputOptions
 from hybrid_kv.errors import DeviceMemoryError
 from tests.cli.support import call, report_of
@@ -70,7 +70,7 @@ def test_memory_that_runs_out_ends_an_answer_and_not_the_talk_at_a_terminal(
         SimpleNamespace(as_options=dict),  # type: ignore[arg-type]
         OutputOptions(),
     )
-    monkeypatch.setattr(chat, "read_line", lambda: lines.pop(0))
+    monkeypatch.setattr(generate, "read_line", lambda: lines.pop(0))
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: terminal))
     if not terminal:  # a script wants to know
         with pytest.raises(DeviceMemoryError):

@@ -12,7 +12,7 @@ import torch
 import typer
 
 from hybrid_kv.api import llm
-from hybrid_kv.cli.failures import describe
+from hybrid_kv.cli.known_names import describe
 from tests.cli.support import MAX_CONTEXT, PROMPT, TINY, call, refused
 
 
@@ -107,7 +107,7 @@ def test_too_little_memory_is_said_before_prefill(monkeypatch: pytest.MonkeyPatc
     lengths = []
     monkeypatch.setattr(torch.nn.Embedding, "forward", lambda _, ids: lengths.append(ids.shape[1]))
     error = refused("generate", *TINY)
-    entry, codes = 2 * 16 * 2, 64 + 1  # K and V of head_dim 16 in bfloat16; padded codes
+    entry, codes = 2 * 16 * 2, 16 + 4  # K and V of head_dim 16 in bfloat16; keys in 8 bits
     needed = 104 * 2 * 2 * (entry + codes)  # tokens, layers, KV heads
     assert f"{needed:,} bytes" in error
     assert "5,000 bytes are free" in error

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import hybrid_kv
-from hybrid_kv.api import heads
+from hybrid_kv.api import planning
 from hybrid_kv.api.turn import Turn
 from tests.cli.support import call, refused
 
@@ -48,9 +48,9 @@ def test_the_text_is_read_twice(monkeypatch: pytest.MonkeyPatch) -> None:
             seen.extend(ids.tolist())
             super().__init__(llm, cache, ids, options)
 
-    monkeypatch.setattr(heads, "Turn", Watched)
-    with hybrid_kv.load("needle", config=heads.observing()) as llm:
-        heads.observe_heads(llm, TEXT, 600)
+    monkeypatch.setattr(planning, "Turn", Watched)
+    with hybrid_kv.load("needle", config=planning.observing()) as llm:
+        planning.observe_heads(llm, TEXT, 600)
     assert len(seen[0]) == 1200
     assert seen[0][:600] == seen[0][600:]
 

@@ -15,7 +15,7 @@ from hybrid_kv.cli import examination
 from hybrid_kv.cli.main import app
 from hybrid_kv.cli.method_pages import common_parameters, parameters_of
 from hybrid_kv.ops.native.library import ISAS
-from hybrid_kv.ops.native.packed import INSTRUCTIONS
+from hybrid_kv.ops.native.linear import INSTRUCTIONS
 from hybrid_kv.planning.rates import Rates
 from hybrid_kv.plugins import INDEXES, METHODS
 from hybrid_kv.report.run import MachineGbps

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from hybrid_kv.cli.files import build_config, parse_settings
 from hybrid_kv.cli.options import ModelOptions
-from hybrid_kv.cli.settings import build_config, parse_settings
 from hybrid_kv.errors import ConfigError
 
 

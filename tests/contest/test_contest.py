@@ -13,7 +13,7 @@ import hybrid_kv as hkv
 from hybrid_kv.contest.arguments import EvalArguments
 from hybrid_kv.contest.evaluation import Evaluation, rows_of
 from hybrid_kv.contest.folder import ResultsFolder
-from hybrid_kv.contest.shared import SharedPrompt
+from hybrid_kv.contest.prompts import SharedPrompt
 from hybrid_kv.errors import MethodError
 from hybrid_kv.methods.windows import Quest
 from hybrid_kv.report.evaluation import Cell, EvalRow

@@ -7,7 +7,7 @@ import torch
 
 from hybrid_kv.config import HybridConfig
 from hybrid_kv.contest.measure import ProbedKV
-from hybrid_kv.contest.shared import PrefilledPrompt
+from hybrid_kv.contest.prompts import PrefilledPrompt
 from hybrid_kv.types import LayerShape, ModelInfo
 from tests.kit import held
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import hybrid_kv as hkv
 from hybrid_kv.config import HybridConfig
 from hybrid_kv.contest.measure import EvalTarget, reading
-from hybrid_kv.contest.prompts import Prompt, PromptBuilder
-from hybrid_kv.contest.shared import PrefilledPrompt, SharedPrompt
+from hybrid_kv.contest.prompts import PrefilledPrompt, Prompt, PromptBuilder, SharedPrompt
 from hybrid_kv.eval.needle import filler
 from hybrid_kv.planning.plan import model_facts
 from hybrid_kv.types import Needs

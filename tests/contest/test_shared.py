@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import hybrid_kv as hkv
-from hybrid_kv.contest.shared import PrefilledPrompt, SharedPrompt
+from hybrid_kv.contest.prompts import PrefilledPrompt, SharedPrompt
 from hybrid_kv.types import Needs
 from tests.tolerances import TOLERANCES
 

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import hybrid_kv as hkv
 from hybrid_kv.config import IndexConfig
 from hybrid_kv.methods.retrieval import split_budget
-from hybrid_kv.methods.tidal_decode import Choices, ReusingIndex, SelectingIndex
+from hybrid_kv.methods.windows import Choices, ReusingIndex, SelectingIndex
 from hybrid_kv.models.cache_state import passing
 from hybrid_kv.models.load import load_model
 from hybrid_kv.ops.native import engine_state

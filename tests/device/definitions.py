@@ -242,8 +242,7 @@ def _attend_unread(known, q, scores, limit, own, seen, *, scale, softcap=None, f
 
 
 _MODULES: dict[str, dict[str, Any]] = {
-    "paged": {"attend_pages": _attend_pages, "merge": _merge},
-    "ragged": {"attend_ragged": _attend_ragged},
+    "paged": {"attend_pages": _attend_pages, "attend_ragged": _attend_ragged, "merge": _merge},
     "blocks": {"attend_blocks": _attend_blocks},
     "digests": {
         "choose_pages": _choose_pages,
@@ -254,9 +253,13 @@ _MODULES: dict[str, dict[str, Any]] = {
         "copy_pages": _copy_pages,
     },
     "nearest": {"nearest_keys": _nearest_keys},
-    "sketch_encode": {"encode": _encode},
-    "sketch_find": {"find": _find, "exact_scores": _exact_scores, "best_limit": _best_limit},
-    "sketch_attend": {"attend": _attend},
+    "sketch_scan": {"encode": _encode},
+    "sketch_find": {
+        "find": _find,
+        "exact_scores": _exact_scores,
+        "best_limit": _best_limit,
+        "attend": _attend,
+    },
     "unread": {"attend_unread": _attend_unread},
 }
 

@@ -34,7 +34,7 @@ from hybrid_kv.index._auto_choice import decoding_pace
 from hybrid_kv.index._graph_learner import GraphLearner
 from hybrid_kv.index.graph import GraphIndex
 from hybrid_kv.ops.native.library import default_pool
-from hybrid_kv.report.compact import expand
+from hybrid_kv.report.files import expand
 from tests.tolerances import TOLERANCES
 
 NUM_KEYS, DIM, GROUP, POSITIONS = 523, 24, 3, 11

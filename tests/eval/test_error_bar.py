@@ -12,7 +12,7 @@ import torch
 from benchmarks.error_bar import fit
 from benchmarks.error_bar.fit import Rows, auc, by_budget, learned, left_out, logistic, risk
 from benchmarks.error_bar.run import COLUMNS, cut, kept
-from hybrid_kv.contest.shared import PrefilledPrompt
+from hybrid_kv.contest.prompts import PrefilledPrompt
 from hybrid_kv.types import Evidence
 
 

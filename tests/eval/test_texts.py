@@ -13,7 +13,7 @@ import torch
 from benchmarks.texts import make, run, summary
 from benchmarks.texts.summary import Results, Row
 from hybrid_kv.config import HybridConfig
-from hybrid_kv.contest.shared import PrefilledPrompt
+from hybrid_kv.contest.prompts import PrefilledPrompt
 from hybrid_kv.types import Needs
 
 

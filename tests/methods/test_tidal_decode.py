@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hybrid_kv.config import HybridConfig
 from hybrid_kv.errors import ConfigError, IntegrityError
-from hybrid_kv.methods.tidal_decode import Choices, ReusingIndex
+from hybrid_kv.methods.windows import Choices, ReusingIndex
 from hybrid_kv.runtime import KVCache
 from hybrid_kv.types import LayerShape, ModelInfo
 from tests.kit import every

@@ -30,7 +30,7 @@ from hybrid_kv.models.cache_state import passing
 from hybrid_kv.models.gguf_model import smollm2_file
 from hybrid_kv.models.load import load_config, load_model
 from hybrid_kv.models.packed_linear import PackedEmbedding, PackedLinear, packed_modules
-from hybrid_kv.ops.native.packed import PACKED_KINDS
+from hybrid_kv.ops.native.linear import PACKED_KINDS
 from hybrid_kv.planning.plan import model_facts
 
 pytest.importorskip("gguf", reason="the package gguf is not installed")

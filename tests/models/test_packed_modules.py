@@ -13,7 +13,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import hybrid_kv as hkv
-from hybrid_kv.api.heads import observe_heads, observing
+from hybrid_kv.api.planning import observe_heads, observing
 from hybrid_kv.errors import ConfigError, OtherContextError, UnsupportedModelError
 from hybrid_kv.models import few_tokens, prompt_layers
 from hybrid_kv.models.cache_state import passing

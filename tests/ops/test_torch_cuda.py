@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybrid_kv.ops import get_ops, reference, torch_cuda
+from hybrid_kv.ops import fused, get_ops, reference
 from tests.tolerances import TOLERANCES
 
 
@@ -31,8 +31,8 @@ def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> to
     wanted, other = (
         ("_efficient", "_flash") if request.param is torch.float32 else ("_flash", "_efficient")
     )
-    monkeypatch.setattr(torch_cuda, wanted, kernel)
-    monkeypatch.setattr(torch_cuda, other, None)
+    monkeypatch.setattr(fused, wanted, kernel)
+    monkeypatch.setattr(fused, other, None)
     return request.param
 
 
@@ -42,7 +42,7 @@ def test_attention_is_that_of_the_definition(dtype: torch.dtype, new: int, strid
     q, k, v = (torch.randn(2, 3, n, 72).to(dtype) for n in (new, 50, 50))
     if strided:
         q = q.transpose(2, 3).contiguous().transpose(2, 3)
-    part = torch_cuda.attend(q, k, v, scale=0.2)
+    part = fused.attend_on_cuda(q, k, v, scale=0.2)
     expected = reference.attend(q, k, v, scale=0.2)
     torch.testing.assert_close(part.out.float(), expected.out, **TOLERANCES[dtype])
     torch.testing.assert_close(part.lse, expected.lse)
@@ -52,7 +52,7 @@ def test_attention_is_that_of_the_definition(dtype: torch.dtype, new: int, strid
 @pytest.mark.parametrize("group", [1, 3])
 def test_causal_attention_gives_each_query_head_its_kv_head(dtype: torch.dtype, group: int) -> None:
     q, k, v = (torch.randn(1, heads, 37, 72).to(dtype) for heads in (2 * group, 2, 2))
-    part = torch_cuda.attend_causal(q, k, v, scale=0.2)
+    part = fused.attend_causal_on_cuda(q, k, v, scale=0.2)
     expected = reference.attend_causal(q, k, v, scale=0.2)
     torch.testing.assert_close(part.out.float(), expected.out, **TOLERANCES[dtype])
     torch.testing.assert_close(part.lse, expected.lse)
@@ -74,14 +74,14 @@ def test_what_no_kernel_reads_is_left_to_the_definition(
     dim: int, dtype_: torch.dtype, biased: bool, fits: bool
 ) -> None:
     q = torch.empty(1, 2, 3, dim, dtype=dtype_)
-    assert torch_cuda.expresses(q, torch.zeros(3, 4) if biased else None) is fits
+    assert fused.expresses_on_cuda(q, torch.zeros(3, 4) if biased else None) is fits
 
 
 @pytest.mark.parametrize("dtype_", [torch.float32, torch.bfloat16], ids=str)
 def test_torch_knows_the_calls(dtype_: torch.dtype) -> None:
     """Their arguments, on tensors without values: a version that changes them is found here."""
     q, k = (torch.empty(1, 4, n, 72, dtype=dtype_, device="meta") for n in (37, 50))
-    part = torch_cuda.attend(q, k, k, scale=0.2)
+    part = fused.attend_on_cuda(q, k, k, scale=0.2)
     assert part.out.shape == q.shape
     assert part.lse.shape == q.shape[:3]
 

@@ -11,10 +11,10 @@ import pytest
 
 from hybrid_kv.config import HybridConfig
 from hybrid_kv.errors import BusyError, ConfigError
-from hybrid_kv.ray import engine as engines
+from hybrid_kv.ray import replicas as engines
 from hybrid_kv.ray.cluster import NodeLostError
-from hybrid_kv.ray.engine import ReplicaEngine
 from hybrid_kv.ray.replica import ReplicaSpec
+from hybrid_kv.ray.replicas import ReplicaEngine
 from hybrid_kv.serve import Finished, Limits, Prefilled, Request, Sampling, Token, Usage
 
 LOST = NodeLostError("node b (1234) has left")

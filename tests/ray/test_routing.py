@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hybrid_kv.errors import BusyError, QueueFullError
-from hybrid_kv.ray.routing import Router
+from hybrid_kv.ray.replica import Router
 
 
 def prompt(seed: int, tokens: int = 200) -> list[int]:

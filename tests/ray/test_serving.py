@@ -53,7 +53,7 @@ def told() -> list[str]:
 
 @pytest.fixture(scope="module")
 def replicas(cluster: Any, model: Path, contexts: Path, told: list[str]) -> Iterator[Any]:
-    from hybrid_kv.ray.engine import ReplicaEngine
+    from hybrid_kv.ray.replicas import ReplicaEngine
 
     with ReplicaEngine(cluster.address, spec(model, contexts), told.append) as engine:
         yield engine

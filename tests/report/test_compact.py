@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.common.summary import read, summary
-from hybrid_kv.report.compact import compact, expand
+from hybrid_kv.report.files import compact, expand
 from hybrid_kv.report.schema import EvalReport, ProfileReport, parse_report, read_report, to_json
 from tests.report import profiles
 

@@ -105,7 +105,7 @@ def test_a_folder_that_is_a_file_is_refused(tmp_path: Path) -> None:
 def test_nothing_that_draws_is_loaded_before_something_is_drawn() -> None:
     """Matplotlib takes a second or two, which `import hybrid_kv` and the command must not."""
     code = (
-        "import sys, hybrid_kv, hybrid_kv.cli.main, hybrid_kv.cli.evaluate_results\n"
+        "import sys, hybrid_kv, hybrid_kv.cli.main, hybrid_kv.report.html.evaluation_page\n"
         "assert 'matplotlib' not in sys.modules, 'matplotlib'"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,12 +1,16 @@
-"""A linear layer's product with a few tokens; see `native/include/hybrid_kv_linear.h`."""
+"""A linear layer's product with few tokens: of plain weights, or of weights packed in GGUF blocks.
+
+See `native/include/hybrid_kv_linear.h` and `native/include/hybrid_kv_packed.h`.
+"""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from ctypes import c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -140,4 +144,162 @@ def linear(
     x = x.contiguous()
     out = x.new_empty(bound.out_shape)
     library.check(bound.engine, bound.multiply(x.data_ptr(), out.data_ptr()))
+    return out
+
+
+# Of weights that stay packed in GGUF blocks -------------------------------------------------------
+
+
+class PackedKind(NamedTuple):
+    """A layout of packed weights; values and bytes of one block, number: in the GGUF format."""
+
+    name: str
+    values: int
+    bytes: int
+    number: int
+
+    def row_bytes(self, columns: int) -> int:
+        """Bytes of a row of `columns` values.
+
+        Raises:
+            ShapeError: a row is no whole number of blocks.
+        """
+        if columns % self.values:
+            raise ShapeError(
+                f"columns must be a multiple of {self.values} for {self.name}, got {columns}"
+            )
+        return columns // self.values * self.bytes
+
+
+PACKED_KINDS: Mapping[str, PackedKind] = MappingProxyType(
+    {
+        kind.name: kind
+        for kind in (
+            PackedKind("Q4_0", 32, 18, 2),
+            PackedKind("Q4_1", 32, 20, 3),
+            PackedKind("Q5_0", 32, 22, 6),
+            PackedKind("Q5_1", 32, 24, 7),
+            PackedKind("Q8_0", 32, 34, 8),
+            PackedKind("Q4_K", 256, 144, 12),
+            PackedKind("Q5_K", 256, 176, 13),
+            PackedKind("Q6_K", 256, 210, 14),
+            PackedKind("IQ4_NL", 32, 18, 20),
+        )
+    }
+)
+"""The kinds that the engine multiplies, by GGUF's names."""
+
+
+INSTRUCTIONS: Mapping[str, str] = MappingProxyType(
+    {
+        "baseline": "plain C++",
+        "avx2": "AVX2",
+        "avxvnni": "AVX2 with VNNI",
+        "avx512": "AVX-512 with VNNI",
+    }
+)
+"""Instructions of products of packed weights, by the instruction set of the engine's library."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedWeight:
+    """A matrix of weights in blocks.
+
+    Args:
+        kind: a key of `PACKED_KINDS`.
+        blocks: [N, bytes of a row] of uint8, rows contiguous; it may lie in a mapped file, at any
+            alignment.
+        columns: K, the values of a row.
+
+    Raises:
+        ConfigError: unknown kind, or blocks of another dtype or device.
+        ShapeError: blocks are not those of `columns` values.
+    """
+
+    kind: str
+    blocks: Tensor
+    columns: int
+
+    def __post_init__(self) -> None:
+        if self.kind not in PACKED_KINDS:
+            raise ConfigError(
+                f"kind must be one of {', '.join(PACKED_KINDS)}, got '{self.kind}'; dequantise "
+                "others with package gguf"
+            )
+        blocks, row_bytes = self.blocks, PACKED_KINDS[self.kind].row_bytes(self.columns)
+        if blocks.dtype != torch.uint8 or not blocks.is_cpu:
+            raise ConfigError(
+                f"blocks must be uint8 on the host, got {blocks.dtype} on {blocks.device}"
+            )
+        if blocks.dim() != 2 or blocks.shape[1] != row_bytes:
+            raise ShapeError(
+                f"blocks must be [N, {row_bytes}] for {self.columns} columns of {self.kind}, got "
+                f"{list(blocks.shape)}"
+            )
+        if blocks.numel() and blocks.stride(1) != 1:
+            raise ConfigError("blocks must have contiguous rows; call .contiguous()")
+
+    @property
+    def rows(self) -> int:
+        """N, the outputs of a product."""
+        return len(self.blocks)
+
+
+def multiplies_packed(kind: str, device: torch.device | str = "cpu") -> bool:
+    """Whether `packed_linear` serves weights of a kind for tensors on a device: a kind of
+    `PACKED_KINDS`, on a CPU, with the native engine. Others must be dequantised.
+    """
+    on_cpu = torch.device(device).type == "cpu"
+    return on_cpu and kind in PACKED_KINDS and library.engine() is not None
+
+
+def packed_linear(
+    x: Tensor,
+    weight: PackedWeight,
+    bias: Tensor | None = None,
+    *,
+    exact: bool = False,
+    pool: Pool | None = None,
+    engine: ctypes.CDLL | None = None,
+) -> Tensor:
+    """The product x weight^T + bias, for any number of tokens.
+
+    Inputs are rounded to 8 bits by blocks of 32: an error of about half a percent of the outputs'
+    root mean square. Sums are float32 and rounded once.
+
+    Args:
+        x: [..., K] in float32, bfloat16 or float16.
+        bias: [N] of any floating dtype.
+        exact: adds what the rounding leaves, in another 8 bits: an error of about 3e-5.
+        pool: threads that share the rows of weights; None for the calling one.
+
+    Returns:
+        [..., N] in the dtype of x.
+
+    Raises:
+        ShapeError: they do not fit together.
+        ConfigError: another dtype or device.
+        BackendUnavailable: there is no engine.
+    """
+    if x.shape[-1:] != (weight.columns,):
+        raise ShapeError(f"x must be [..., {weight.columns}], got {list(x.shape)}")
+    if bias is not None and bias.shape != (weight.rows,):
+        raise ShapeError(f"bias must be [{weight.rows}], got {list(bias.shape)}")
+    if x.dtype not in DTYPES or not x.is_cpu or (bias is not None and not bias.is_cpu):
+        raise ConfigError(
+            "x must be float32, float16 or bfloat16 on the host, and so must be a bias, got "
+            f"{x.dtype} on {x.device}"
+        )
+    found = find_engine(engine)
+    x = x.contiguous()
+    wide_bias = None if bias is None else bias.float().contiguous()
+    out = x.new_empty(*x.shape[:-1], weight.rows)
+    kind, blocks = PACKED_KINDS[weight.kind], weight.blocks
+    status = found.hkv_packed_linear(
+        pool_handle(pool),
+        *(kind.number, weight.rows, weight.columns, blocks.data_ptr(), blocks.stride(0)),
+        *(None if wide_bias is None else wide_bias.data_ptr(), DTYPES[x.dtype]),
+        *(out.numel() // max(1, weight.rows), x.data_ptr(), int(exact), out.data_ptr()),
+    )
+    library.check(found, status)
     return out

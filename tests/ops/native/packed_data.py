@@ -7,7 +7,7 @@ import torch
 from gguf import GGMLQuantizationType, quants
 from torch import Tensor
 
-from hybrid_kv.ops.native.packed import PACKED_KINDS, PackedWeight
+from hybrid_kv.ops.native.linear import PACKED_KINDS, PackedWeight
 
 _SCALES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
 """Places of 16-bit floats in a block; others have one at its beginning."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hybrid_kv.errors import ConfigError, ShapeError
 from hybrid_kv.ops.native.library import Pool
-from hybrid_kv.ops.native.packed import (
+from hybrid_kv.ops.native.linear import (
     PACKED_KINDS,
     PackedWeight,
     multiplies_packed,

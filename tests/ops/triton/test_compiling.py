@@ -24,10 +24,8 @@ from hybrid_kv.ops.triton import (
     digests,
     nearest,
     paged,
-    ragged,
-    sketch_attend,
-    sketch_encode,
     sketch_find,
+    sketch_scan,
     unread,
 )
 from hybrid_kv.types import KEY_BLOCK, BlockMask, PartialAttention
@@ -57,6 +55,7 @@ BOUNDS = {
     "_merge_kernel": Resources(34, 0, 0),
     "_prepare_kernel": Resources(22, 0, 0),
     "_quantise_kernel": Resources(56, 0, 512),
+    "_ragged_kernel": Resources(255, 64, 53_568),
     "_rank_kernel": Resources(56, 0, 24_576),
     "_recent_kernel": Resources(160, 8, 24_576),
     "_reduce_kernel": Resources(202, 0, 2_048),
@@ -69,7 +68,7 @@ BOUNDS = {
 """The most that a kernel takes in any case, on sm_89 or sm_90, as Triton 3.9 compiles it."""
 
 MULTIPLIES = {
-    *("_attend_kernel", "_attend_blocks_kernel"),
+    *("_attend_kernel", "_attend_blocks_kernel", "_ragged_kernel"),
     *("_maxima_kernel", "_rank_kernel", "_recent_kernel"),
 }
 CASES = {
@@ -93,7 +92,7 @@ def ragged_attention(shape: Shape, dtype: torch.dtype) -> None:
     rows = torch.zeros(1000, shape.dim, dtype=dtype)
     starts, lengths = [0] * shape.heads, [700] * shape.heads
     for bias in (None, torch.zeros(1000)):
-        ragged.attend_ragged(
+        paged.attend_ragged(
             *(queries(shape, dtype), rows, rows, starts, lengths),
             scale=0.1,
             softcap=30.0,
@@ -167,7 +166,7 @@ def selection(shape: Shape, dtype: torch.dtype) -> None:
         torch.zeros(heads, dtype=torch.int64),
     )
     keys, q = keys.to(dtype), queries(shape, dtype)
-    sketch_encode.encode(codes, keys, 0)
+    sketch_scan.encode(codes, keys, 0)
     found = sketch_find.find(codes, q, keys, new=shape.new, width=1024)
     limit = sketch_find.best_limit(found.scores, 100)
     for softcap, form in ((None, "gaussian"), (30.0, "gaussian"), (30.0, "first_order")):
@@ -176,7 +175,7 @@ def selection(shape: Shape, dtype: torch.dtype) -> None:
             *(Tail.of(keys, keys), *asked), scale=0.1, softcap=softcap, form=form
         )
         for given in (None, discount):
-            sketch_attend.attend(found, keys, limit, scale=0.1, softcap=softcap, discount=given)
+            sketch_find.attend(found, keys, limit, scale=0.1, softcap=softcap, discount=given)
 
 
 def is_bounded() -> bool:
@@ -203,7 +202,7 @@ def others(launch: Launch, case: str) -> tuple[int, ...]:
     """GPUs for which the variants before the last one are compiled: of the kernels of attention,
     which take longest, those of an odd shape and of the widest numbers.
     """
-    is_long = launch.name == "_attend_kernel"
+    is_long = launch.name in ("_attend_kernel", "_ragged_kernel")
     return () if is_long and case in ("llama", "wide") else (89,)
 
 

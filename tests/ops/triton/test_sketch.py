@@ -290,7 +290,7 @@ class Launches(TorchDispatchMode):
         self.kernels: Counter[str] = Counter()
         self.others: list[str] = []
         self._within = False
-        names = ("find", "scan", "lists", "attend")
+        names = ("find", "scan", "lists")
         for name in (*(f"sketch_{name}" for name in names), "paged", "unread"):
             module = import_module(f"hybrid_kv.ops.triton.{name}")
             for kernel, value in vars(module).copy().items():
