@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <new>
 #include <thread>
+#include <tuple>
 
 #include "graph_case.h"
 #include "hybrid_kv_attend.h"
@@ -103,22 +104,24 @@ CLAIM(scans_survive_lack_of_memory) {
 }
 
 CLAIM(sketches_survive_lack_of_memory) {
-  const Rows rows(random_floats(17011 * 8, 1), 8, HKV_BF16);
-  const SketchCase tiers(rows, 17000, 2);
-  const std::vector<float> queries = random_floats(9 * 8, 2);
-  const hkv_sketch_head head = tiers.head(20);
-  std::vector<int64_t> ids(9 * 9), first = ids;
-  std::vector<float> scores(9 * 9);
-  for (const int32_t threads : {1, 2}) {
+  // From 13,000 keys on a threshold is guessed; several slices of queries need fewer.
+  for (const auto &[threads, count, num_queries] : {std::tuple{1, 700, 9}, std::tuple{2, 17000, 2}}) {
+    const Rows rows(random_floats((count + 11) * 8, 1), 8, HKV_BF16);
+    const SketchCase tiers(rows, count, 2);
+    const std::vector<float> queries = random_floats(num_queries * 8, 2);
+    const hkv_sketch_head head = tiers.head(20);
+    std::vector<int64_t> ids(num_queries * 9), first = ids;
+    std::vector<float> scores(num_queries * 9);
     ScopedPool pool(threads);
-    const auto search = [&](std::vector<int64_t> &to) {
-      return hkv_sketch_search(pool.get(), 1, &head, queries.data(), 9, 9, to.data(),
-                               scores.data(), nullptr, nullptr);
+    const auto search = [&, n = num_queries](std::vector<int64_t> &to) {
+      return hkv_sketch_search(pool.get(), 1, &head, queries.data(), n, 9, to.data(), scores.data(),
+                               nullptr, nullptr);
     };
     check_every_allocation([&] { return search(ids); });
     CHECK_OK(search(first));
     CHECK(ids == first);
   }
+  const Rows rows(random_floats(5011 * 8, 1), 8, HKV_BF16);
   const SketchMap map(8, 1, 1, 0);
   const hkv_keys keys = rows.keys();
   const std::vector<int32_t> order(37, 5);
