@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from rich.cells import cell_len
 from rich.console import Console
@@ -170,7 +170,7 @@ class Column:
 def print_columns(console: Console, keys: Sequence[Column], columns: Sequence[Column]) -> None:
     """Prints the columns in as many tables as the width takes, each with the keys at its left.
 
-    A column that is wider than the console is printed whole all the same: the terminal folds it.
+    Nothing is cut: where the keys and one column are too wide together, cells are folded.
     """
     if not any(column.cells for column in (*keys, *columns)):
         return
@@ -179,12 +179,13 @@ def print_columns(console: Console, keys: Sequence[Column], columns: Sequence[Co
             console.print()
         shown = [*keys, *part]
         table = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0))
+        fits = _width(shown) <= console.width
         for column in shown:
-            justify = "left" if column.left else "right"
-            table.add_column(column.title, justify=justify, no_wrap=True)  # type: ignore[arg-type]
+            justify: Literal["left", "right"] = "left" if column.left else "right"
+            table.add_column(column.title, justify=justify, no_wrap=fits, overflow="fold")
         for cells in zip(*(column.cells for column in shown), strict=True):
             table.add_row(*cells)
-        console.print(table, width=max(console.width, _width(shown)), crop=False)
+        console.print(table)
 
 
 def facts_table(*styles: str) -> Table:

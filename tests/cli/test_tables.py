@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from io import StringIO
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from hybrid_kv.api import planning
 from hybrid_kv.cli import display, examination
-from hybrid_kv.cli.display import human_bytes, human_seconds, waiting
+from hybrid_kv.cli.display import Column, human_bytes, human_seconds, print_columns, waiting
 from hybrid_kv.cli.method_pages import common_parameters, parameters_of
 from hybrid_kv.cli.options import OutputOptions
 from hybrid_kv.cli.profile_tables import print_profile, print_repetition, quartiles
@@ -29,6 +31,19 @@ def width(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> in
     monkeypatch.setenv("COLUMNS", str(request.param))
     monkeypatch.setenv("LINES", "40")
     return int(request.param)
+
+
+@pytest.mark.parametrize("columns", [10, 24, 40, 79, 120])
+def test_nothing_of_a_table_is_cut_however_narrow_it_is(columns: int) -> None:
+    cells = ["random:llama-3-8b, a\nrow of two lines", "x" * 70]
+    texts = [("the method", cells), ("milliseconds", ["1234.56 ± 0.78", "-"])]
+    table = [Column(title, rows, left=not at) for at, (title, rows) in enumerate(texts)]
+    out = Console(file=StringIO(), width=columns)
+    print_columns(out, table[:1], table[1:])
+    shown = out.file.getvalue()  # type: ignore[attr-defined]
+    assert max(map(len, shown.splitlines())) <= columns
+    whole = "".join(title + "".join(rows) for title, rows in texts)
+    assert sorted("".join(shown.split())) == sorted("".join(whole.split()))
 
 
 def cells_of(text: str) -> set[str]:
