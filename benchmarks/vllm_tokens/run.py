@@ -2,10 +2,13 @@
 
     python benchmarks/vllm_tokens/models.py FOLDER         # with the project's Python
     python benchmarks/vllm_tokens/run.py FOLDER            # where vLLM is installed
+    python benchmarks/vllm_tokens/run.py FOLDER --dtype bfloat16
     python benchmarks/vllm_tokens/needle.py FOLDER         # the answers of `load`, with the former
     python benchmarks/vllm_tokens/run.py FOLDER --questions
 
-At budget "all" all tokens are compared, of both engines in float32. At the budget of the
+At budget "all" all tokens are compared. In 16 bits two orders of the same sums round to different
+numbers: there the first difference of an answer comes with its margin, how much more probable
+(nats) vLLM alone found its own token than the other engine's. At the budget of the
 questions the answers of needle are compared with those of our own runtime. Stdout is one JSON
 document.
 """
@@ -39,12 +42,13 @@ from hybrid_kv.report.files import compact  # noqa: E402
 def engine(folder: Path, settings: dict[str, Any] | None, longest: int, **options: Any) -> Any:
     from vllm import LLM
 
+    options = {"dtype": "float32"} | options
+
     extra = {} if settings is None else {"additional_config": {"hybrid_kv": settings}}
     return LLM(
         model=str(folder),
         skip_tokenizer_init=True,
         enforce_eager=True,
-        dtype="float32",
         max_model_len=longest,
         max_num_batched_tokens=2048,
         max_num_seqs=32,
@@ -56,13 +60,31 @@ def engine(folder: Path, settings: dict[str, Any] | None, longest: int, **option
 
 def answers(llm: Any, prompts: list[list[int]], counts: list[int]) -> list[list[int]]:
     """Greedy tokens of requests that all wait at once."""
+    return [list(output.token_ids) for output in completions(llm, prompts, counts)]
+
+
+def completions(llm: Any, prompts: list[list[int]], counts: list[int], **more: Any) -> list[Any]:
+    """What vLLM says of the greedy tokens of requests that all wait at once."""
     from vllm import SamplingParams
 
-    plain = {"temperature": 0, "ignore_eos": True, "detokenize": False}
+    plain = {"temperature": 0, "ignore_eos": True, "detokenize": False} | more
     params = [SamplingParams(max_tokens=count, **plain) for count in counts]
     asked = [{"prompt_token_ids": ids} for ids in prompts]
-    outputs = llm.generate(asked, params, use_tqdm=False)
-    return [list(output.outputs[0].token_ids) for output in outputs]
+    return [one.outputs[0] for one in llm.generate(asked, params, use_tqdm=False)]
+
+
+def margins(stock: list[Any], ours: list[list[int]]) -> list[float]:
+    """Of each answer that differs, the margin at the first difference, smallest first."""
+    found = []
+    for one, other in zip(stock, ours, strict=True):
+        pairs = enumerate(zip(one.token_ids, other, strict=True))
+        at = next((place for place, (a, b) in pairs if a != b), None)
+        if at is not None:
+            told = one.logprobs[at]
+            least = min(told.values(), key=lambda token: token.logprob)  # of a token not among them
+            away = told.get(other[at], least)
+            found.append(round(told[one.token_ids[at]].logprob - away.logprob, 4))
+    return sorted(found)
 
 
 def requests(number: int, vocab: int, longest: int) -> tuple[list[list[int]], list[int]]:
@@ -73,22 +95,24 @@ def requests(number: int, vocab: int, longest: int) -> tuple[list[list[int]], li
     return prompts, [draw.randint(4, 24) for _ in lengths]
 
 
-def compare(name: str, folder: Path, number: int, longest: int) -> dict[str, Any]:
+def compare(name: str, folder: Path, number: int, longest: int, dtype: str) -> dict[str, Any]:
     """One row: tokens of both engines."""
     vocab = json.loads((folder / "config.json").read_text())["vocab_size"]
     prompts, counts = requests(number, vocab, longest)
-    found = [
-        answers(engine(folder, settings, longest + 64), prompts, counts)
-        for settings in (None, {"budget": "all"})
-    ]
-    equal = sum(stock == ours for stock, ours in zip(*found, strict=True))
+    stock = completions(
+        engine(folder, None, longest + 64, dtype=dtype), prompts, counts, logprobs=10
+    )
+    own = engine(folder, {"budget": "all"}, longest + 64, dtype=dtype)
+    ours = answers(own, prompts, counts)
+    away = margins(stock, ours)
     return {
         "model": name,
         "requests": number,
         "prompt_tokens": sum(map(len, prompts)),
         "tokens": sum(counts),
-        "different_answers": len({tuple(one) for one in found[0]}),
-        "equal_requests": equal,
+        "different_answers": len({tuple(one.token_ids) for one in stock}),
+        "equal_requests": number - len(away),
+        "margins_of_first_differences": away,
     }
 
 
@@ -116,6 +140,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="where models.py has written")
     parser.add_argument("--models", default=",".join([*RANDOM, "smollm2"]))
     parser.add_argument("--requests", type=int, default=200)
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
     parser.add_argument("--longest", type=int, default=1500, help="tokens of a prompt")
     parser.add_argument("--questions", action="store_true", help="those of needle.py, and no more")
     options = parser.parse_args()
@@ -131,9 +156,19 @@ def main() -> None:
             print(rows[-1], file=sys.stderr)
     for name in () if options.questions else options.models.split(","):
         begin = perf_counter()
-        rows.append(compare(name, options.folder / name, options.requests, options.longest))
+        how = options.requests, options.longest, options.dtype
+        rows.append(compare(name, options.folder / name, *how))
         print(rows[-1], f"{perf_counter() - begin:.0f} s", file=sys.stderr)
-    print(compact({"benchmark": "vllm_tokens", "questions": options.questions, "rows": rows}))
+    print(
+        compact(
+            {
+                "benchmark": "vllm_tokens",
+                "dtype": options.dtype,
+                "questions": options.questions,
+                "rows": rows,
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -139,6 +139,11 @@ def check_config(config: Any) -> None:
             "decode_context_parallel_size must be 1 with hybrid_kv, which attends whole contexts, "
             f"got {parallel.decode_context_parallel_size}; leave it out, {_OFF}"
         )
+    if config.use_v2_model_runner:
+        raise ConfigError(
+            "vLLM's model runner must be V1 with hybrid_kv, which was not tried with V2; set "
+            f"VLLM_USE_V2_MODEL_RUNNER=0, {_OFF}"
+        )
     if getattr(config.model_config, "is_hybrid", False):
         raise UnsupportedModelError(
             "hybrid_kv inside vLLM does not serve models with recurrent layers, whose blocks vLLM "

@@ -43,14 +43,14 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def engine(folder: Path, settings: dict[str, Any] | None, **options: Any) -> LLM:
     extra = {} if settings is None else {"additional_config": {"hybrid_kv": settings}}
-    defaults = {"max_model_len": 4096, "max_num_batched_tokens": 512, "block_size": 128}
-    return LLM(
-        model=str(folder),
-        skip_tokenizer_init=True,
-        enforce_eager=True,
-        dtype="float32",
-        **defaults | extra | options,
-    )
+    defaults = {
+        "max_model_len": 4096,
+        "max_num_batched_tokens": 512,
+        "block_size": 128,
+        "enforce_eager": True,
+        "dtype": "float32",
+    }
+    return LLM(model=str(folder), skip_tokenizer_init=True, **defaults | extra | options)
 
 
 def prompts(lengths: list[int], seed: int = 0) -> list[dict[str, list[int]]]:
@@ -76,6 +76,18 @@ def test_tokens_are_vllms_where_all_is_attended(folders: dict[str, Path], name: 
     assert len({tuple(one) for one in stock}) > len(LENGTHS), "the tokens depend on the prompt"
     ours = tokens(engine(folders[name], {"budget": "all"}), asked)
     assert ours == stock
+
+
+def test_compiled_models_attend_as_well(folders: dict[str, Path]) -> None:
+    """Compiled without our layers, of which a search is one more; the first tokens are few."""
+    asked, compiled = prompts([5, 300, 1100, 5600]), {"enforce_eager": False, "max_model_len": 8192}
+    stock = tokens(engine(folders["llama"], None, **compiled), asked)
+    llm = engine(folders["llama"], {"budget": "1000", "window_tokens": 128}, **compiled)
+    assert llm.llm_engine.vllm_config.compilation_config.mode
+    ours = tokens(llm, asked)
+    assert ours[:3] == stock[:3]
+    assert ours[3][:2] == stock[3][:2]
+    assert all(one.index is not None for one in layers(llm))
 
 
 @pytest.fixture(scope="module")

@@ -79,6 +79,7 @@ def config(**given: Any) -> Any:
         cache_config=SimpleNamespace(cache_dtype=given.get("dtype", "auto")),
         parallel_config=SimpleNamespace(decode_context_parallel_size=given.get("dcp", 1)),
         model_config=SimpleNamespace(is_hybrid=given.get("hybrid", False)),
+        use_v2_model_runner=given.get("v2", False),
     )
 
 
@@ -93,6 +94,7 @@ def config(**given: Any) -> Any:
         ),
         ({"dtype": "fp8_e5m2"}, ConfigError, "kv_cache_dtype must be auto .*, got fp8_e5m2"),
         ({"dcp": 2}, ConfigError, "decode_context_parallel_size must be 1"),
+        ({"v2": True}, ConfigError, "must be V1 .* VLLM_USE_V2_MODEL_RUNNER=0"),
         ({"hybrid": True}, UnsupportedModelError, "models with recurrent layers"),
     ],
 )
