@@ -37,8 +37,6 @@ def count(text: str | int) -> int:
     return number
 
 
-CountParser = typer.Option(parser=count, metavar="N")
-
 ModelArgument = Annotated[
     str,
     typer.Argument(
