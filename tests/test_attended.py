@@ -30,7 +30,7 @@ def weights(q: Tensor, k: Tensor, softcap: float | None, visible: Tensor) -> Ten
 def test_masses_of_the_last_queries_are_column_sums_of_the_softmax(
     monkeypatch: pytest.MonkeyPatch, softcap: float | None, new: int
 ) -> None:
-    monkeypatch.setattr("hybrid_kv.entries._BLOCK_BYTES", 4 * HQ * 37 * 3)  # 3 queries at a time
+    monkeypatch.setattr("hybrid_kv.masses._BLOCK_BYTES", 4 * HQ * 37 * 3)  # 3 queries at a time
     q, k = torch.randn(HQ, 37, DIM), torch.randn(HKV, 37, DIM)
     expected = weights(q, k, softcap, causal(37, 37))[:, 37 - new :].sum(1).float()
     seen = Evidence(37, last_queries=q, scale=SCALE, softcap=softcap, keys=k)
