@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,19 @@ def prefixes(model: Path, folder: Path, **other: Any) -> SavedPrefixes:
     facts, weights = checkpoint_identity(model, FLOAT, weights=True)
     own = {"facts": facts, "weights": weights, "dtype": "float32"} | other
     return SavedPrefixes(folder, **own)
+
+
+@pytest.fixture(autouse=True)
+def heard(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """Where vLLM is, it keeps the messages below its own name to itself."""
+    log = logging.getLogger("vllm.hybrid_kv")
+    before = log.level, log.propagate
+    log.setLevel(logging.WARNING)
+    log.propagate = False
+    log.addHandler(caplog.handler)
+    yield
+    log.removeHandler(caplog.handler)
+    log.level, log.propagate = before
 
 
 def said(log: pytest.LogCaptureFixture) -> list[str]:

@@ -26,7 +26,6 @@ from vllm import LLM, SamplingParams
 
 from benchmarks.vllm_tokens.models import RANDOM, VOCAB, save_random
 from hybrid_kv.errors import ConfigError
-from hybrid_kv.vllm.counters import process_counts
 from hybrid_kv.vllm.plugin import register
 
 register()  # as vLLM does where the package is installed
@@ -76,18 +75,6 @@ def test_tokens_are_vllms_where_all_is_attended(folders: dict[str, Path], name: 
     assert len({tuple(one) for one in stock}) > len(LENGTHS), "the tokens depend on the prompt"
     ours = tokens(engine(folders[name], {"budget": "all"}), asked)
     assert ours == stock
-
-
-def test_compiled_models_attend_as_well(folders: dict[str, Path]) -> None:
-    """Compiled without our layers, of which a search is one more; the first tokens are few."""
-    asked, compiled = prompts([5, 300, 1100, 5600]), {"enforce_eager": False, "max_model_len": 8192}
-    stock = tokens(engine(folders["llama"], None, **compiled), asked)
-    llm = engine(folders["llama"], {"budget": "1000", "window_tokens": 128}, **compiled)
-    assert llm.llm_engine.vllm_config.compilation_config.mode
-    ours = tokens(llm, asked)
-    assert ours[:3] == stock[:3]
-    assert ours[3][:2] == stock[3][:2]
-    assert all(one.index is not None for one in layers(llm))
 
 
 @pytest.fixture(scope="module")
@@ -184,32 +171,3 @@ def test_vllm_finds_the_plug_in() -> None:
     from vllm.plugins import load_plugins_by_group
 
     assert load_plugins_by_group("vllm.general_plugins")["hybrid_kv"] is register
-
-
-def counts_of(llm: LLM) -> dict[str, float]:
-    """Our counters as vLLM shows them."""
-    shown = llm.get_metrics()
-    return {
-        one.name.removeprefix("vllm:hybrid_kv_"): one.value
-        for one in shown
-        if one.name.startswith("vllm:hybrid_kv_")
-    }
-
-
-def test_vllm_shows_what_was_counted(folders: dict[str, Path]) -> None:
-    """Two layers, a prompt of 5,600 tokens, and 7 of its 8 tokens decoded, each looked at by one.
-
-    vLLM's snapshot cuts counters to whole numbers.
-    """
-    settings = {"budget": "64", "window_tokens": 128, "audit_every": 1}
-    llm = engine(folders["llama"], settings, max_model_len=8192, disable_log_stats=False)
-    before, missed = counts_of(llm), process_counts()["audit_missed_mass"]
-    tokens(llm, prompts([5600], seed=7), count=8)
-    after = counts_of(llm)
-    found = {name: after[name] - before[name] for name in after}
-    assert found["prompt_tokens"] == 2 * 5600
-    assert found["decodes"] == found["searched_decodes"] == found["estimated_decodes"] == 2 * 7
-    assert found["context_entries"] == 2 * sum(range(5601, 5608))
-    assert 0 < found["read_entries"] < 0.3 * found["context_entries"]
-    assert found["audit_looks"] == 7
-    assert 0 < process_counts()["audit_missed_mass"] - missed < 7 * 0.5
