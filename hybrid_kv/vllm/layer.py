@@ -192,7 +192,7 @@ class PagedLayer:
         if batch.searched is not None:
             found = self._attend_searched(blocks, query, output, batch, batch.searched)
         for one in batch.whole:
-            self._attend_whole(blocks, query, output, batch, one)
+            self.attend_whole(blocks, query, output, batch, one)
         if self._turns is not None:
             self._audit(blocks, query, output, batch, found, self._turns)
         if batch.prompts is not None:
@@ -294,7 +294,7 @@ class PagedLayer:
                 self._count_searched(decodes.sequences[place], step)
         for place in sorted(whole):
             found.pop(place, None)
-            self._attend_whole(blocks, query, output, batch, decodes.sequences[place])
+            self.attend_whole(blocks, query, output, batch, decodes.sequences[place])
         return found
 
     def _count_searched(self, one: StepSequence, step: PagedDecode) -> None:
@@ -322,9 +322,10 @@ class PagedLayer:
             self._queries[places] = queries
             self._place += len(queries)
 
-    def _attend_whole(
+    def attend_whole(
         self, blocks: Tensor, query: Tensor, output: Tensor, batch: StepBatch, one: StepSequence
     ) -> None:
+        """Write the attention of one sequence's new token over all its entries to its place."""
         own = query[one.begin].view(batch.shape.num_kv_heads, -1, query.shape[-1])
         pieces = batch.shape.pieces(one.table, 0, one.length)
         part = _merged(self._paged.attend(own.contiguous(), pieces, **self._how))

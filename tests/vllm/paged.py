@@ -40,12 +40,13 @@ class PagedDriver:
         seed: int = 0,
         sinks: Tensor | None = None,
         turns: AuditTurns | None = None,
+        softcap: float = 0.0,
     ) -> None:
         self.random = torch.Generator().manual_seed(seed)
         self.settings, self.shape = settings, CacheShape(HEADS, BLOCK)
         self.cache = torch.full((num_blocks, HEADS, 2, BLOCK, DIM), torch.nan)
         self.free = torch.randperm(num_blocks, generator=self.random).tolist()
-        self.layer = PagedLayer(DIM**-0.5, 0.0, Scratch(), None, sinks, turns=turns)
+        self.layer = PagedLayer(DIM**-0.5, softcap, Scratch(), None, sinks, turns=turns)
         self.spoiled: int | None = None  # the token of a step whose query holds NaN
         self.kernel = Kernel(self._attend, self._reshape_and_cache, "rows")
 

@@ -65,8 +65,8 @@ def test_the_audit_measures_what_was_not_read(softcap: float) -> None:
     """By the definition: the softmax over all entries, less that of near and found ones; sequences
     of one step find different numbers of entries.
     """
-    driver = PagedDriver(VllmSettings(budget="3%"), num_blocks=400, seed=3, turns=AuditTurns(1))
-    driver.layer._how["softcap"] = softcap or None
+    settings, turns = VllmSettings(budget="3%"), AuditTurns(1)
+    driver = PagedDriver(settings, num_blocks=400, seed=3, turns=turns, softcap=softcap)
     ones = [PagedSequence(), PagedSequence()]
     driver.step(*((one, length) for one, length in zip(ones, (2500, 3500), strict=True)))
     counts, missed = driver.layer.counts, []
@@ -120,13 +120,13 @@ def test_the_audit_sees_what_was_not_attended(monkeypatch: pytest.MonkeyPatch) -
     """An output that is not that of all entries: a look compares, it does not believe."""
     driver, one = PagedDriver(VllmSettings(budget="all"), turns=AuditTurns(1)), PagedSequence()
     driver.step((one, 2000))
-    whole = driver.layer._attend_whole
+    whole = driver.layer.attend_whole
 
     def half(blocks: object, query: object, output: torch.Tensor, *rest: object) -> None:
         whole(blocks, query, output, *rest)
         output *= 0.5
 
-    monkeypatch.setattr(driver.layer, "_attend_whole", half)
+    monkeypatch.setattr(driver.layer, "attend_whole", half)
     driver.step((one, 1))
     assert driver.layer.counts["audit_output_error"] == pytest.approx(0.5, abs=1e-5)
 
