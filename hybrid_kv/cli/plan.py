@@ -14,12 +14,13 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from hybrid_kv.cli.display import Column
-    from hybrid_kv.planning.designs import DesignStep
+    from hybrid_kv.planning.designs import DesignStep, ExactPlan
     from hybrid_kv.planning.plan import Option, Plan
     from hybrid_kv.report.profile import ProfileRow
     from hybrid_kv.report.schema import PlanReport
 
 _MACHINE = "Machine"
+_ACCEPTED = (0.95, 0.987, 0.995)  # texts of 4K accept .987 at 2% and .995 at 5%
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,11 +116,13 @@ def plan(
     )
     measured = {} if beside is None else _measured(beside, made, config.method)
     designs = () if machine.cores is None else _designs(made, machine.card, machine.cores)
+    exact = _exact(designs)
     if not output.json_only:
         _print(made, measured)
         _print_designs(designs)
+        _print_exact(exact)
     if output.json is not None:
-        write_report(_report(made, config.flat(), measured, designs), output)
+        write_report(_report(made, config.flat(), measured, designs, exact), output)
 
 
 def _designs(made: Plan, card: str | None, cores: int) -> tuple[DesignStep, ...]:
@@ -131,6 +134,12 @@ def _designs(made: Plan, card: str | None, cores: int) -> tuple[DesignStep, ...]
     codes = next((one.code_bytes for one in made.options if one.code_bytes), None)
     where = made.facts, made.context_tokens, named, made.machine.rates, host
     return Designs(*where, code_bytes=codes).all()
+
+
+def _exact(designs: tuple[DesignStep, ...]) -> tuple[ExactPlan, ...]:
+    from hybrid_kv.planning.designs import exact_plans
+
+    return exact_plans(designs, _ACCEPTED)
 
 
 def _measured(file: Path, made: Plan, method: str) -> dict[str, ProfileRow]:
@@ -175,10 +184,17 @@ def _report(
     config: dict[str, Any],
     measured: dict[str, ProfileRow],
     designs: tuple[DesignStep, ...],
+    exact: tuple[ExactPlan, ...],
 ) -> PlanReport:
     from hybrid_kv.report import probe_environment
     from hybrid_kv.report.run import MachineGbps
-    from hybrid_kv.report.schema import PlannedDesign, PlannedOption, PlanReport, PromptGflops
+    from hybrid_kv.report.schema import (
+        PlannedDesign,
+        PlannedExact,
+        PlannedOption,
+        PlanReport,
+        PromptGflops,
+    )
 
     facts, machine, chosen = made.facts, made.machine, made.recommended
     rates = machine.rates
@@ -240,6 +256,17 @@ def _report(
                 why_not=step.why_not,
             )
             for step in designs
+        ),
+        exact=tuple(
+            PlannedExact(
+                design=one.design,
+                accepted=one.accepted,
+                drafts=one.drafts,
+                tpot_ms=one.ms,
+                beside_drafts=one.beside_drafts,
+                beside_tpot_ms=one.beside_ms,
+            )
+            for one in exact
         ),
     )
 
@@ -311,6 +338,36 @@ def _print_designs(designs: tuple[DesignStep, ...]) -> None:
         Column("on the host", [human_bytes(step.host_bytes) for step in designs]),
     ]
     print_columns(out, [Column("", names, True)], columns)
+
+
+def _print_exact(exact: tuple[ExactPlan, ...]) -> None:
+    from rich.text import Text
+
+    from hybrid_kv.cli.display import Column, console, print_columns
+
+    if not exact:
+        return
+    out = console()
+    out.print()
+    out.print(
+        "A token of an exact answer in ms, and drafts of a pass, by the share of drafts that full "
+        "attention chooses too; in brackets were a pass to run beside the next drafts, which is "
+        "not built. Computed",
+        style="dim",
+    )
+    names = list(dict.fromkeys(one.design for one in exact))
+    columns = [
+        Column(
+            f"{share:.1%}",
+            [
+                f"{one.ms:.1f}, {one.drafts}\n({one.beside_ms:.1f}, {one.beside_drafts})"
+                for one in exact
+                if one.accepted == share
+            ],
+        )
+        for share in _ACCEPTED
+    ]
+    print_columns(out, [Column("", [Text(name, "bold") for name in names], True)], columns)
 
 
 def _design_parts(step: DesignStep) -> Text:

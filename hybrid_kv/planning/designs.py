@@ -10,11 +10,12 @@ the host.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from hybrid_kv.config import HybridConfig
+from hybrid_kv.models.exact_steps import MOST_DRAFTS_GPU
 from hybrid_kv.ops.tail import moments_bytes
 from hybrid_kv.planning.plan import ModelFacts
 from hybrid_kv.planning.planner import AIR_BYTES
@@ -25,6 +26,8 @@ from hybrid_kv.types import LayerShape
 
 EvalTarget: TypeAlias = Literal["device", "bus", "host", "wait"]
 
+OVER_THE_BUS = "full attention over the bus"
+"""The design that reads everything, whose step is a pass of exact answers too."""
 _CUDA_BYTES = 600 * 2**20
 _KERNEL_US = 1.5
 """A kernel that reads next to nothing, behind another one, and as much again for every copy."""
@@ -188,6 +191,53 @@ class DesignStep:
     def ms(self) -> float:
         """Of a token: the parts that nothing hides."""
         return sum(part.ms for part in self.parts if not part.hidden)
+
+
+@dataclass(frozen=True, slots=True)
+class ExactPlan:
+    """A token of an exact answer: steps of a design draft it, and a pass over the bus verifies it.
+
+    accepted: share of drafts that full attention chooses too, each independent of the others.
+    drafts: of a pass, at best. ms: as it is built, the pass behind its drafts. beside_drafts,
+    beside_ms: the same where a pass runs beside the drafts of the next one, which are dropped if
+    it rejects one of its own; not built.
+    """
+
+    design: str
+    accepted: float
+    drafts: int
+    ms: float
+    beside_drafts: int
+    beside_ms: float
+
+
+def exact_plans(designs: Sequence[DesignStep], accepted: Sequence[float]) -> tuple[ExactPlan, ...]:
+    """Exact answers by each design that runs and leaves entries unread, at each share below 1."""
+    passes = [step.ms for step in designs if step.design == OVER_THE_BUS]
+    return tuple(
+        _exact_plan(step, share, pass_ms)
+        for pass_ms in passes
+        for step in designs
+        if step.design != OVER_THE_BUS and not step.why_not
+        for share in accepted
+    )
+
+
+def _exact_plan(step: DesignStep, accepted: float, pass_ms: float) -> ExactPlan:
+    def tokens(most: int) -> float:
+        """Of a pass that gives at most so many: 1 + accepted + accepted^2 + ..."""
+        return (1 - accepted**most) / (1 - accepted)
+
+    def behind(drafts: int) -> float:
+        return (drafts * step.ms + pass_ms) / tokens(drafts + 1)
+
+    def beside(drafts: int) -> float:
+        again = (1 - accepted**drafts) * drafts * step.ms
+        return (max(drafts * step.ms, pass_ms) + again) / tokens(drafts)
+
+    counts = range(1, MOST_DRAFTS_GPU + 1)
+    best, best_beside = min(counts, key=behind), min(counts, key=beside)
+    return ExactPlan(*(step.design, accepted, best, behind(best), best_beside, beside(best_beside)))
 
 
 def host_search_ms(shape: LayerShape, kind: str, keys: int, host: Host, costs: HostCosts) -> float:
@@ -387,7 +437,7 @@ class Designs:
             DesignPart("generate", "host", _CALLER_MS),
         )
         launches = self._kernels(2)  # keys, values
-        return self._step("full attention over the bus", parts, launches, 0, 0.0, travels, travels)
+        return self._step(OVER_THE_BUS, parts, launches, 0, 0.0, travels, travels)
 
     def _step(
         self,

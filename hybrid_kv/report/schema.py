@@ -293,6 +293,22 @@ class PlannedDesign(Group):
     why_not: str = ""
 
 
+class PlannedExact(Group):
+    """A token of an exact answer by a design: computed.
+
+    accepted: share of drafted tokens that full attention chooses too. drafts: of a pass, at best.
+    beside_drafts, beside_tpot_ms: the same were a pass to run beside the drafts of the next one,
+    which is not built.
+    """
+
+    design: str
+    accepted: float
+    drafts: int
+    tpot_ms: float
+    beside_drafts: int
+    beside_tpot_ms: float
+
+
 class PromptGflops(Group):
     """Rates on which the time to the first token rests, in 1e9 operations per second.
 
@@ -327,6 +343,7 @@ class PlanReport(_Envelope):
     recommended: Literal["dense", "dense_8bit", "hybrid"] | None
     advice: str
     designs: tuple[PlannedDesign, ...] = ()
+    exact: tuple[PlannedExact, ...] = ()
 
 
 class ProfileReport(_Envelope):

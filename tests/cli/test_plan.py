@@ -179,7 +179,12 @@ def test_cores_beside_a_card_show_what_a_step_takes_by_design() -> None:
     output = call(*words).output
     for part in ("search ahead*", "query out, result in", "full attention over the bus"):
         assert part in output
-    assert planned(*PLAN).designs == ()
+    exact = [one for one in planned(*words).exact if one.design == built.design]
+    assert [one.accepted for one in exact] == [0.95, 0.987, 0.995]
+    full = designs["full attention over the bus"].tpot_ms
+    assert full > exact[0].tpot_ms > exact[1].tpot_ms > exact[2].tpot_ms > built.tpot_ms
+    assert f"{exact[2].tpot_ms:.1f}, {exact[2].drafts}" in output
+    assert planned(*PLAN).designs == planned(*PLAN).exact == ()
 
 
 def test_cores_without_a_card_are_refused() -> None:

@@ -14,6 +14,7 @@ from hybrid_kv.planning.designs import (
     DesignStep,
     Host,
     PythonCost,
+    exact_plans,
     host_attend_ms,
     host_search_ms,
 )
@@ -176,3 +177,31 @@ def test_what_a_device_does_is_never_called_measured() -> None:
     marked = {part.name for step in steps().values() for part in step.parts if part.measured}
     host = {"search", "search ahead", "ranking of what was found", "cold attention"}
     assert marked == {"entering the host's part", *host}
+
+
+def test_a_token_of_an_exact_answer_is_drafts_and_a_pass_over_the_tokens_of_both() -> None:
+    made = Designs(LLAMA_8B, 2**17, CARD, RATES, HOST).all()
+    *drafting, full = made
+    plans = exact_plans(made, (0.5, 0.99))
+    names = [one.design for one in drafting for _ in range(2)]
+    assert [one.design for one in plans] == names, "what reads everything drafts nothing"
+    for step, plan in zip(drafting, plans[::2], strict=True):
+        drafts = plan.drafts
+        tokens = sum(0.5**n for n in range(drafts + 1))
+        assert plan.ms == pytest.approx((drafts * step.ms + full.ms) / tokens)
+        for other in (drafts - 1, drafts + 1):
+            taken = (other * step.ms + full.ms) / sum(0.5**n for n in range(other + 1))
+            assert taken > plan.ms, "no other number of drafts is better"
+        beside = plan.beside_drafts
+        again = (1 - 0.5**beside) * beside * step.ms
+        tokens = sum(0.5**n for n in range(beside))
+        assert plan.beside_ms == pytest.approx((max(full.ms, beside * step.ms) + again) / tokens)
+    for poor, rich in zip(plans[::2], plans[1::2], strict=True):
+        assert rich.ms < poor.ms
+        assert rich.beside_ms < rich.ms
+        assert poor.drafts < rich.drafts <= 48
+
+
+def test_a_design_that_cannot_run_drafts_nothing() -> None:
+    made = Designs(replace(LLAMA_8B, window_bytes=2**20, other_layers=5), 2**17, CARD, RATES, HOST)
+    assert not any("one graph" in one.design for one in exact_plans(made.all(), (0.9,)))
