@@ -195,7 +195,7 @@ def compared(
     llm: hkv.LLM, ids: list[int], right: hkv.Generation, options: argparse.Namespace
 ) -> Row:
     """Tokens of exact decoding and of the method alone against those of `full`."""
-    row: Row = {"keys": llm.config.params.cold.top_k, "new": options.new}
+    row: Row = {"keys": llm.config.cold.top_k, "new": options.new}
     with llm.context(ids[:-1]) as context:
         alone = answer(context, ids[-1], options)
         row["method alone differs at"] = first_other(alone.token_ids, right.token_ids)
