@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from hybrid_kv.report.schema import PlanReport
 
 _MACHINE = "Machine"
-_ACCEPTED = (0.95, 0.987, 0.995)  # texts of 4K accept .987 at 2% and .995 at 5%
+_ACCEPTED = (0.95, 0.987, 0.995)  # SmolLM2 accepts .987 with 82 keys, .995 with 205
 
 
 @dataclass(frozen=True, slots=True)

@@ -149,7 +149,7 @@ class ErrorLimit(Protocol):
         ...
 
     def came_out(self, count: int) -> None:
-        """So many of them were."""
+        """Note that the first `count` of the tokens of `chosen_from` were chosen."""
         ...
 
 

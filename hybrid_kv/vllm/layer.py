@@ -362,6 +362,7 @@ class PagedLayer:
             seen = seen.logaddexp(log_sum(own, keys, rows >= 0, scale, softcap or 0.0))
         exact_out = self._finished(exact).to(output.dtype)
         look = ExactLook.of(seen, exact, output[one.begin], exact_out.float())
+        # One request that computes not-a-number would leave the sums of all others so.
         if math.isfinite(look.missed_mass + look.output_error):
             self.counts.add(
                 audit_looks=1,
