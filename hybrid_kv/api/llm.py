@@ -258,8 +258,8 @@ def load(
             token, and leave their prompts there. Several processes may use one folder. See
             docs/context-file.md for what each method can take.
         cache_limit: bytes of all contexts in it ('20GiB'); those used least recently go.
-        options: `device`, `dtype`, `layers`, `weights`, `quantization_config`, `seed`, and of GGUF
-            files `dequantize` and `exact_products`; see `load_model`.
+        options: `device`, `dtype`, `layers`, `weights`, `quantization_config`, `seed`, and of
+            weights stored packed `dequantize` and `exact_products`; see `load_model`.
 
     Raises:
         ConfigError: an argument is unknown or of a wrong type, or a setting is.

@@ -50,7 +50,7 @@ def plan(
         host_bytes: host memory instead of what is free now.
         weights: a kind in which weights would be stored, such as int4 or q4_k_m (a name of
             `WEIGHT_KINDS`); as they are for None.
-        dequantize: as for `load`: a GGUF file's weights take what they do unpacked.
+        dequantize: as for `load`: packed weights take what they do unpacked.
         rates: bandwidths instead of those measured here, which takes about a second; the time to
             the first token is predicted for a card alone then.
 

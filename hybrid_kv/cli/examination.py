@@ -15,6 +15,7 @@ from hybrid_kv.errors import BackendUnavailable, ConfigError
 from hybrid_kv.models.few_tokens import try_products
 from hybrid_kv.models.load import NEEDLE_PATH, resolve_device
 from hybrid_kv.models.prompt_layers import MIN_TOKENS, MOST_TOKENS, trial
+from hybrid_kv.models.weight_kinds import STORED
 from hybrid_kv.ops.devices import backends_on
 from hybrid_kv.ops.dispatch import get_ops
 from hybrid_kv.ops.host_memory import free_memory
@@ -152,9 +153,11 @@ def check_packed_weights() -> Check:
     except (ConfigError, BackendUnavailable) as error:
         return Check(name=name, state="missing", detail=str(error))
     if state.isa is None:
-        detail = f"none without the engine: {state.detail}; GGUF files need --dequantize"
+        detail = f"none without the engine: {state.detail}; models stored packed need --dequantize"
         return Check(name=name, state="absent", detail=detail)
-    detail = f"{kinds} of GGUF files, on the CPU with {INSTRUCTIONS[state.isa]}"
+    detail = (
+        f"{kinds} of GGUF files, {', '.join(STORED)}, on the CPU with {INSTRUCTIONS[state.isa]}"
+    )
     return Check(name=name, state="ok", detail=detail)
 
 

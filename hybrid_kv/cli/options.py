@@ -123,7 +123,7 @@ Dequantize = Annotated[
     bool | None,
     typer.Option(
         "--dequantize",
-        help="Unpack the weights of a GGUF file. [dim]default: they stay packed, on the CPU[/]",
+        help="Unpack weights that are stored packed. [dim]default: they stay so, on the CPU[/]",
         rich_help_panel=_MODEL,
     ),
 ]

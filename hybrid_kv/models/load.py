@@ -25,9 +25,9 @@ from transformers import (
 from hybrid_kv.errors import ConfigError, ModelNotFoundError, said, unknown_name
 from hybrid_kv.models.checkpoint import read_config, read_tokenizer
 from hybrid_kv.models.gguf_model import SMOLLM2, GgufOptions, is_gguf, smollm2_file
-from hybrid_kv.models.quantisers import block_config, check_weights, read_checkpoint
+from hybrid_kv.models.quantisers import block_config, check_weights, packed_by, read_checkpoint
 from hybrid_kv.models.shapes import random_config
-from hybrid_kv.models.weight_kinds import BLOCKS, StoredWeight
+from hybrid_kv.models.weight_kinds import BLOCKS, STORED, StoredWeight
 from hybrid_kv.runtime import memory_errors
 
 NEEDLE_PATH = Path(__file__).resolve().parent.parent / "assets" / "needle"
@@ -97,8 +97,8 @@ def load_model(
         weights: 'int8', 'int4' or 'nf4': linear layers are packed while they are read; see
             `quantisers`. None for what the checkpoint says.
         quantization_config: handed to `from_pretrained` as it is.
-        dequantize: unpack the weights of a GGUF file to `dtype`; else they stay packed in the
-            mapped file, on the CPU.
+        dequantize: unpack the weights of a GGUF file, or of a checkpoint that GPTQ, AWQ or
+            compressed-tensors packed, to `dtype`; else they stay packed, on the CPU.
         exact_products: multiply packed weights by activations in 8 bits and the 8-bit remainder,
             with errors below those of bfloat16 in place of about 1%, and some 8% dearer.
         seed: of random weights.
@@ -133,10 +133,11 @@ def load_model(
                 )
             model = read_gguf(str(spec), path, target, wanted, quantization_config, options)
         else:
-            _check_is_gguf(spec, options, weights)
             asked = weights, quantization_config
             model = read_checkpoint(
-                *(str(spec), path, target, wanted, *asked), exact=exact_products
+                *(str(spec), path, target, wanted, *asked),
+                exact=exact_products,
+                dequantize=dequantize,
             )
     kind, taken = type(model).__name__, perf_counter() - begin
     _log.info("loaded %s (%s, %s) to %s in %.1f s", spec, kind, model.dtype, target, taken)
@@ -189,7 +190,8 @@ def packed_weights(
     Raises as `load_model`.
     """
     if _shape_of(spec) is not None or not is_gguf(path := _path_of(spec)):
-        _check_is_gguf(spec, GgufOptions(dequantize))
+        if not dequantize or _shape_of(spec) is not None or not _is_stored(str(spec), path):
+            _check_is_gguf(spec, GgufOptions(dequantize))
         return None
     if dequantize:
         return None
@@ -212,8 +214,14 @@ def _check_is_gguf(spec: str | Path, options: GgufOptions, weights: str | None =
     for name in ("dequantize", "exact_products"):
         if getattr(options, name) and (name == "dequantize" or weights is None):
             raise ConfigError(
-                f"{name} is for packed weights in GGUF files, got MODEL '{spec}'; leave it out"
+                f"{name} is for weights that are stored packed (GGUF, {', '.join(STORED)}), got "
+                f"MODEL '{spec}'; leave it out"
             )
+
+
+def _is_stored(name: str, path: str) -> bool:
+    """Whether `dequantize` unpacks a checkpoint."""
+    return packed_by(read_config(name, path)) in STORED
 
 
 def _shape_of(spec: str | Path) -> str | None:

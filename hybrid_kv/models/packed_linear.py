@@ -88,7 +88,7 @@ PACKERS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType({"Q4_1": _q
 """By kind the function that packs values [n, 32] in float32: blocks [n, bytes of a block]."""
 
 
-WAY_OUT = "load the model unpacked (dequantize=True for a GGUF file, without weights= for others)"
+WAY_OUT = "load the model unpacked (dequantize=True for what is stored packed, else no weights=)"
 """Of what packed weights cannot."""
 _IN_GRAPHS = (
     "products of packed weights cannot be part of a graph; call torch.compile without "

@@ -8,9 +8,12 @@
 On a CPU torchao and bitsandbytes unpack a matrix for every product: one token takes 50 to 100 times
 as long as from blocks.
 
-A checkpoint says in its configuration what packed it. transformers reads it with the library that
-multiplies such weights; what it would do without a word, such as leaving them out or unpacking them
-to 16 bits, is refused or told here. A `HfQuantizer` packs linear layers into blocks for the CPU.
+A checkpoint says in its configuration what packed it. On a CPU those of GPTQ, AWQ and
+compressed-tensors go into the engine's blocks, see `stored_checkpoint`; else transformers reads it
+with the library that multiplies such weights. What it would do without a word, such as leaving them
+out or unpacking them to 16 bits, is refused or told here.
+
+A `HfQuantizer` packs linear layers into blocks for the CPU.
 """
 
 from __future__ import annotations
@@ -45,6 +48,7 @@ from hybrid_kv.models.support import keep_as_stored
 from hybrid_kv.models.weight_kinds import (
     BLOCKS,
     HEAD_BLOCKS,
+    STORED,
     WEIGHT_KINDS,
     dtype_name,
     mib,
@@ -202,12 +206,14 @@ def read_checkpoint(
     quantization_config: Any,
     *,
     exact: bool,
+    dequantize: bool,
 ) -> PreTrainedModel:
     """A checkpoint's model, its weights as they are stored or packed as they are read.
 
     Args:
         weights: one of `LOADED`, or None.
         exact: as of `PackedLinear`.
+        dequantize: weights that GPTQ, AWQ or compressed-tensors packed become plain ones.
 
     Other arguments and errors as `read_model`.
 
@@ -218,9 +224,21 @@ def read_checkpoint(
         WeightsWarning: how much memory weights take that are not packed, against expectation.
     """
     config = read_config(name, path)
-    method = _packed_by(config)
+    method = packed_by(config)
     if method is not None:
-        _check(name, method, weights)
+        _check_method(name, method, weights)
+    if method is not None and quantization_config is not None:
+        need_packages(f"model '{name}', packed by {method},", _PACKAGES.get(method, ()))
+    elif method is not None and _as_stored(
+        name, config, method, device, dequantize=dequantize, exact=exact
+    ):
+        return read_model(name, path, device, dtype, config=config)
+    if dequantize or (exact and weights is None):
+        option = "dequantize" if dequantize else "exact_products"
+        raise ConfigError(
+            f"{option} is for weights that are stored packed (GGUF, {', '.join(STORED)}), got "
+            f"MODEL '{name}'; leave it out"
+        )
     if weights is not None:
         computed = dtype or getattr(config, "dtype", None) or torch.bfloat16
         quantization_config = quantiser(name, config, weights, device, computed, exact=exact)
@@ -239,7 +257,7 @@ def read_checkpoint(
     return model
 
 
-def _packed_by(config: PreTrainedConfig) -> str | None:
+def packed_by(config: PreTrainedConfig) -> str | None:
     """The method by which a checkpoint was packed, by transformers' name; None for plain ones."""
     found: Any = getattr(config, "quantization_config", None)
     if found is None:
@@ -252,10 +270,45 @@ def _packed_by(config: PreTrainedConfig) -> str | None:
     return str(getattr(method, "value", method))
 
 
-def _check(name: str, method: str, weights: str | None) -> None:
-    """Raises ConfigError, ModelNotFoundError or BackendUnavailable unless a packed checkpoint can
-    be read.
+def _as_stored(
+    name: str,
+    config: PreTrainedConfig,
+    method: str,
+    device: torch.device,
+    *,
+    dequantize: bool,
+    exact: bool,
+) -> bool:
+    """Whether the checkpoint is read without a library, as its configuration then says.
+
+    Raises:
+        ConfigError: it cannot be unpacked here.
+        BackendUnavailable: a library must read it, which is not installed.
     """
+    why = ""
+    in_blocks = device.type == "cpu" and engine_state().isa is not None
+    if method in STORED and (dequantize or in_blocks):
+        from hybrid_kv.models.stored_checkpoint import stored_settings
+        from hybrid_kv.models.stored_codes import UnfitError
+
+        try:
+            settings = stored_settings(name, config, dequantize=dequantize, exact=exact)
+        except UnfitError as error:
+            why = f" {error}"
+        else:
+            config.quantization_config = settings
+            return True
+    if why and dequantize:
+        raise ConfigError(
+            f"model '{name}' is packed by {method}{why}, which cannot be unpacked here; leave "
+            "dequantize out, or take the model in 16 bits"
+        )
+    need_packages(f"model '{name}', packed by {method}{why},", _PACKAGES.get(method, ()))
+    return False
+
+
+def _check_method(name: str, method: str, weights: str | None) -> None:
+    """Raises ConfigError or ModelNotFoundError unless a packed checkpoint can be read."""
     from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
     if weights is not None:
@@ -268,7 +321,6 @@ def _check(name: str, method: str, weights: str | None) -> None:
             f"the weights of '{name}' are packed by '{method}', which transformers does not read; "
             f"take the model in 16 bits, or packed by {', '.join(_PACKAGES)}"
         )
-    need_packages(f"model '{name}', packed by {method},", _PACKAGES.get(method, ()))
 
 
 def _tell_of_plain(name: str, model: PreTrainedModel, weights: str) -> None:

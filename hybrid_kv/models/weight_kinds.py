@@ -7,6 +7,7 @@ is packed here; the sizes are those that a library or llama.cpp's quantiser arri
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -101,6 +102,8 @@ Q4_1 errs least where values are rounded to the nearest: .078 of the root mean s
 weights, Q4_0 .086, IQ4_NL .080."""
 HEAD_BLOCKS = "Q8_0"
 """Of the output projection there: its rounding moves every token."""
+STORED = ("awq", "compressed-tensors", "gptq")
+"""Methods whose checkpoints go into blocks on a CPU, see `stored_checkpoint`."""
 
 
 def weight_kind(name: str, device: str | None = None) -> WeightKind:
@@ -125,27 +128,35 @@ def weight_kind(name: str, device: str | None = None) -> WeightKind:
     return kind
 
 
-def kind_of_checkpoint(config: PreTrainedConfig) -> str | None:
-    """The name of the kind that a checkpoint's configuration says its weights have; None for plain.
+def kind_of_checkpoint(config: PreTrainedConfig, device: str | None = None) -> WeightKind | None:
+    """The kind that a checkpoint's weights have once they are loaded; None for plain.
+
+    Args:
+        device: as of `weight_kind`.
 
     Raises:
-        ConfigError: it says one whose bytes are not known here.
+        ConfigError: its configuration says one whose bytes are not known here.
     """
     told: Any = getattr(config, "quantization_config", None)
     if told is None:
         return None
     said: Mapping[str, Any] = told if isinstance(told, Mapping) else told.to_dict()
     method, bits = said.get("quant_method"), said.get("bits")
+    if device == "cpu" and method in STORED:
+        from hybrid_kv.models.stored_codes import UnfitError, stored_layout
+
+        with suppress(UnfitError):  # which its library would read
+            return WeightKind(stored_layout(said).kind)
     if method == "compressed-tensors":  # unpacked while they are read
         return None
     if method == "bitsandbytes":
-        return "nf4" if said.get("load_in_4bit") else "int8"
+        return WEIGHT_KINDS["nf4" if said.get("load_in_4bit") else "int8"]
     if method == "mxfp4":
-        return "mxfp4"
+        return WEIGHT_KINDS["mxfp4"]
     if method == "torchao":
         bits = _bits_of_torchao(said)
     if method in ("awq", "gptq", "torchao") and bits in (4, 8):
-        return f"int{bits}"
+        return WEIGHT_KINDS[f"int{bits}"]
     raise ConfigError(
         f"the checkpoint's weights are packed by '{method}', whose bytes are not known here; name "
         f"the nearest kind as weights, one of {', '.join(WEIGHT_KINDS)}"

@@ -202,7 +202,7 @@ def model_facts(
         spec: as `load_model`.
         weights: a name of `WEIGHT_KINDS`, in which weights would be stored; None for what the
             checkpoint says, and for a GGUF file's own layouts.
-        dequantize: a GGUF file's weights are unpacked.
+        dequantize: packed weights are unpacked.
         device: where the model would run, in words; None where that does not matter.
 
     Raises:
@@ -215,8 +215,8 @@ def model_facts(
     in_file = packed_weights(spec, stored, kind=weights, dequantize=dequantize, device=device)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=stored)
-    if in_file is None and kind is None and (own := kind_of_checkpoint(config)) is not None:
-        kind = weight_kind(own)
+    if in_file is None and kind is None and not dequantize:
+        kind = kind_of_checkpoint(config, device)
     parts = list(stored_weights(model, kind) if in_file is None else in_file)
     by_layout: Counter[str] = Counter()
     for part in parts:

@@ -55,8 +55,8 @@ def test_a_plan_counts_what_a_run_would_hold(file: Path, monkeypatch: pytest.Mon
     assert error.startswith("error: --exact-products changes nothing that is planned")
     error = refused("plan", "random:llama-3-8b", "--context", "200", "--dequantize")
     assert error == (
-        "error: dequantize is for packed weights in GGUF files, got MODEL 'random:llama-3-8b'; "
-        "leave it out"
+        "error: dequantize is for weights that are stored packed (GGUF, awq, compressed-tensors, "
+        "gptq), got MODEL 'random:llama-3-8b'; leave it out"
     )
 
 
@@ -68,5 +68,6 @@ def test_a_profile_measures_the_products_that_are_asked_for(file: Path, option: 
     assert run.arguments[name] is True
     error = refused("profile", "needle", *asked, option)
     assert error.startswith(
-        f"error: {name} is for packed weights in GGUF files, got MODEL 'needle'"
+        f"error: {name} is for weights that are stored packed (GGUF, awq, compressed-tensors, "
+        "gptq), got MODEL 'needle'"
     )

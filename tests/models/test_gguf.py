@@ -307,7 +307,7 @@ def test_options_that_do_not_fit_are_refused(file: Path, monkeypatch: pytest.Mon
         load_model(file, device="cpu", quantization_config=nf4)
     for name in ("dequantize", "exact_products"):
         options: Any = {name: True}
-        with pytest.raises(ConfigError, match=f"{name} is for packed weights in GGUF files"):
+        with pytest.raises(ConfigError, match=f"{name} is for weights that are stored packed"):
             load_model("random:tiny", device="cpu", **options)
         options = {name: "yes"}
         with pytest.raises(ConfigError, match=f"{name} must be True or False, got 'yes'"):

@@ -232,6 +232,22 @@ def test_what_a_checkpoint_says_of_its_weights_counts(
     assert set(facts.weights) == {layout, "bfloat16"}
 
 
+@pytest.mark.parametrize(
+    ("told", "layout"),
+    [
+        ({"quant_method": "awq", "bits": 4, "group_size": 128}, "Q4_1"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True}, "Q4_0"),
+        ({"quant_method": "gptq", "bits": 8, "group_size": 32, "sym": True}, "Q8_0"),
+    ],
+)
+def test_what_goes_into_blocks_on_a_cpu_counts_as_those(
+    tmp_path: Path, told: dict[str, Any], layout: str
+) -> None:
+    path = packed_checkpoint(tmp_path, **told)
+    assert set(model_facts(path, device="cpu").weights) == {layout, "bfloat16"}
+    assert set(model_facts(path, device="cpu", dequantize=True).weights) == {"bfloat16"}
+
+
 def test_weights_in_an_unknown_kind_are_refused_with_a_way_out(tmp_path: Path) -> None:
     path = packed_checkpoint(tmp_path, quant_method="hqq")
     with pytest.raises(ConfigError, match="packed by 'hqq', whose bytes are not known here; name"):
