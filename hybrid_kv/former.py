@@ -149,7 +149,6 @@ MODULES = {
     "serve.http.app": "guard",
     "serve.http.chat": "tools",
     "serve.http.metrics": "journal",
-    "serve.http.page": "documents",
     "serve.http.schemas": "errors",
     "serve.http.service": "extensions",
     "serve.http.tokenizer": "lengths texts",

@@ -21,7 +21,7 @@ PACKAGE = "hybrid_kv"
 ROOT = Path(__file__).parents[1] / PACKAGE
 
 LEVELS = [
-    {"types", "counts", "errors", "former", "masses", "registry", "rotary"},
+    {"types", "counts", "errors", "former", "masses", "registry", "rotary", "texts"},
     {"ops"},
     {"config", "entries", "keywords", "plugin", "plugins", "ragged"},
     {"index"},

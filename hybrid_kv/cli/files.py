@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from hybrid_kv.report.run import (
     environment_on,
 )
 from hybrid_kv.report.schema import to_json
+from hybrid_kv.texts import text_of_pdf
 from hybrid_kv.types import Work
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ def _read(file: str, name: str = "file") -> str:
     path = Path(file)
     try:
         if path.suffix.lower() == ".pdf":
-            return _read_pdf(path)
+            return text_of_pdf(path.read_bytes(), f"file '{path}'")
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
         raise ConfigError(f"{name} '{path}' must be UTF-8 text or PDF; convert it") from None
@@ -156,30 +156,6 @@ def _read(file: str, name: str = "file") -> str:
         raise ConfigError(
             f"{name} '{path}' cannot be read: {error.strerror}; check the path"
         ) from None
-
-
-def _read_pdf(path: Path) -> str:
-    try:
-        from pypdf import PdfReader
-    except ImportError:
-        raise ConfigError(
-            f"file '{path}' is PDF, which pypdf reads: pip install 'hybrid-kv[pdf]', or convert it"
-        ) from None
-    log = logging.getLogger("pypdf")  # which tells of all that it mends
-    level = log.level
-    log.setLevel(logging.CRITICAL + 1)
-    try:
-        with path.open("rb") as file:
-            return "\n\n".join(page.extract_text() for page in PdfReader(file).pages)
-    except OSError:
-        raise
-    except Exception as error:  # pypdf has no base of what damaged files make it raise
-        raise ConfigError(
-            f"file '{path}' must be PDF, got one that is damaged, locked or of another kind; open "
-            "it elsewhere, and save it again or convert it to text"
-        ) from error
-    finally:
-        log.setLevel(level)
 
 
 def has_no_tokenizer(model: str) -> bool:

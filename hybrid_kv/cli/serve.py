@@ -166,7 +166,8 @@ class LimitOptions:
         Path | None,
         typer.Option(
             metavar="FOLDER",
-            help="Contexts on disk: prompts may begin with one, and new ones are left there.",
+            help="Contexts on disk: prompts may begin with one, and new ones are left there, with "
+            "the page's documents and answers.",
             rich_help_panel=_LIMITS,
         ),
     ] = None
@@ -264,7 +265,8 @@ def serve(
     wanted = WantedEngine(model, build_config(options), asked, limits.cache_dir, options, cut)
     engines = wanted.here(told) if ray is None else wanted.on_cluster(ray, told)
     with bound, engines as (llm, engine):
-        service = Service(llm, engine, address.name or _name_of(model))
+        kept = None if limits.cache_dir is None else limits.cache_dir.expanduser() / "documents"
+        service = Service(llm, engine, address.name or _name_of(model), kept)
         app = application(service, rules, address.cors_origins or ())
         host, port = bound.getsockname()[:2]
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from hybrid_kv.api import LLM, load
 from hybrid_kv.serve import Limits
 from tests.cli.support import save_model
+from tests.serve import browsing
 from tests.serve.fake_engine import FakeEngine
 from tests.serve.running import CHAT, Running, serving
 
@@ -62,3 +64,27 @@ def engine(server: Running) -> FakeEngine:
 def client(server: Running) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=server.url, timeout=30) as client:
         yield client
+
+
+@pytest.fixture
+def emptied(server: Running) -> None:
+    """Nothing is left of the documents and answers of the test before."""
+    browsing.empty(server.url)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with browsing.browsing() as browser:
+        yield browser
+
+
+@pytest.fixture
+def page(browser: Any, server: Running, emptied: None) -> Iterator[Any]:
+    """The page, connected; what it says on the console or fails with ends the test."""
+    said: list[str] = []
+    context = browser.new_context(viewport={"width": 1280, "height": 800})
+    context.on("weberror", lambda error: said.append(str(error.error)))
+    context.on("console", lambda message: said.append(message.text))
+    yield browsing.opened(context, server.url)
+    context.close()
+    assert [text for text in said if "Failed to load resource" not in text] == []

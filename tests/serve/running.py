@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from hybrid_kv.api import LLM
@@ -36,12 +37,14 @@ def serving(
     rules: Rules | None = None,
     cors_origins: tuple[str, ...] = (),
     on_end: Callable[[Ending], None] = lambda ending: None,
+    documents_folder: Path | None = None,
+    port: int = 0,
 ) -> Iterator[Running]:
-    service = Service(llm, engine, "tiny")
+    service = Service(llm, engine, "tiny", documents_folder)
     started = threading.Event()
     app = application(service, rules or Rules(), cors_origins)
     server = Server(app, service, started.set, on_end)
-    bound = bound_socket("127.0.0.1", 0)
+    bound = bound_socket("127.0.0.1", port)
     url = f"http://127.0.0.1:{bound.getsockname()[1]}"
     thread = threading.Thread(target=server.run, args=([bound],), daemon=True)
     thread.start()

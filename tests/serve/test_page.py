@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,52 +11,13 @@ import pytest
 from hybrid_kv.api import LLM
 from hybrid_kv.serve.http.app import Rules
 from hybrid_kv.watch.token_errors import TokenError
+from tests.serve.browsing import DOCUMENT, ask, read
 from tests.serve.fake_engine import FakeEngine
 from tests.serve.running import Running, serving
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-DOCUMENT = "the river. key 3f a0: 11 5c 9e 07. the hill. " * 8
+pytestmark = pytest.mark.usefixtures("emptied")
+
 NASTY = "<img src=x onerror=document.title='broken'><script>document.title='broken'</script>"
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    if CHROMIUM is None:
-        pytest.skip("needs chromium")
-    api = pytest.importorskip("playwright.sync_api")
-    with api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield browser
-        browser.close()
-
-
-@pytest.fixture
-def page(browser: Any, server: Running) -> Iterator[Any]:
-    """The page, connected; what it says on the console or fails with ends the test."""
-    said: list[str] = []
-    page = browser.new_page(viewport={"width": 1280, "height": 800})
-    page.set_default_timeout(20_000)
-    page.on("pageerror", lambda error: said.append(str(error)))
-    page.on("console", lambda message: said.append(message.text))
-    page.goto(server.url)
-    page.wait_for_selector("#served:has-text('tiny')")
-    yield page
-    page.close()
-    assert [text for text in said if "Failed to load resource" not in text] == []
-
-
-def read(page: Any, text: str = DOCUMENT) -> None:
-    page.fill("#paste", text)
-    page.press("#paste", "Control+Enter")
-    page.wait_for_selector("#prefill-label:has-text('Read in')")
-
-
-def ask(page: Any, question: str) -> Any:
-    """The card of the answer."""
-    page.fill("#question", question)
-    page.press("#question", "Enter")
-    page.wait_for_selector("article:last-child dl")
-    return page.locator("article").last
 
 
 def test_a_document_is_read_and_asked_about(page: Any, engine: FakeEngine) -> None:
@@ -96,6 +55,9 @@ def test_turns_are_kept_where_the_model_has_a_template(page: Any, engine: FakeEn
     assert second.ids[: len(first.ids)] == first.ids
     assert len(second.ids) > len(first.ids) + 2
     page.click("#clear")
+    page.wait_for_selector("article", state="detached")
+    page.reload()
+    page.wait_for_selector("#hint:visible")
     assert page.locator("article").count() == 0
 
 
@@ -202,11 +164,11 @@ def test_a_file_is_dropped_or_chosen(page: Any, tmp_path: Path) -> None:
     page.set_input_files("#file", str(file))
     page.wait_for_selector("#prefill-label:has-text('Read in')")
     assert page.inner_text("#facts").startswith("book.txt")
-    page.click("#replace")
+    page.click("#documents button:has-text('New document')")
     file.write_bytes(b"\xff\xfe\x00\x01")
     page.set_input_files("#file", str(file))
     page.wait_for_selector("#document-problem:not([hidden])")
-    assert page.inner_text("#document-problem").startswith("document must be text in UTF-8")
+    assert page.inner_text("#document-problem").startswith("document must be text in UTF-8 or PDF")
 
 
 def test_an_answer_is_stopped_with_escape(page: Any, engine: FakeEngine) -> None:
@@ -303,7 +265,6 @@ def test_the_page_lets_nothing_else_in(client: httpx.Client) -> None:
     ("content", "code"),
     [
         (b"\xff\xfe", "unreadable_document"),
-        (b"%PDF-1.7 \xff", "unreadable_document"),
         (b"a\0b", "unreadable_document"),
         (b" \n", "empty_document"),
     ],

@@ -1,15 +1,14 @@
 """The page at / and what it asks: documents, their prefill, questions about them.
 
-Documents are kept in memory, and found again in a prompt.
+What is asked and answered is kept by the server, so that every tab finds it again.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections import OrderedDict
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, replace
-from hashlib import sha256
+from collections.abc import AsyncIterator
+from dataclasses import replace
 from importlib.resources import files
 from typing import Annotated, Any
 
@@ -18,12 +17,12 @@ from pydantic import Field, FiniteFloat
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from hybrid_kv.api.tokens import AskedMessages
 from hybrid_kv.plugins import METHODS
 from hybrid_kv.serve.http.answers import EventStream, error_of, event, merged, report_of
+from hybrid_kv.serve.http.documents import Document, DocumentEncoder, text_of
+from hybrid_kv.serve.http.library import MAX_DOCUMENTS, Library, ident_of
 from hybrid_kv.serve.http.schemas import ApiError, Extensions, StrictSchema, Text, ended_early
 from hybrid_kv.serve.http.service import ParsedRequest, Service, new_ident
-from hybrid_kv.serve.http.tokenizer import Encoder, Texts
 from hybrid_kv.serve.requests import Finished, Prefilled, Request, RequestHandle, Sampling, Token
 
 UPLOAD = "/hybrid_kv/documents"
@@ -32,6 +31,8 @@ PARTS = {
     "/": ("page.html", "text/html; charset=utf-8"),
     "/hybrid_kv/page.css": ("page.css", "text/css; charset=utf-8"),
     "/hybrid_kv/page.js": ("page.js", "text/javascript; charset=utf-8"),
+    "/hybrid_kv/words.js": ("words.js", "text/javascript; charset=utf-8"),
+    "/hybrid_kv/markdown.js": ("markdown.js", "text/javascript; charset=utf-8"),
 }
 """Files of the page; they hold nothing of a model or a request."""
 
@@ -45,17 +46,10 @@ _HEADERS = {
 }
 
 
-class ReadRequest(StrictSchema):
-    """POST /hybrid_kv/read."""
+class DocumentRequest(StrictSchema):
+    """POST /hybrid_kv/read, clear and remove. document: as it was named when it was sent."""
 
     document: str
-
-
-class PageTurn(StrictSchema):
-    """A question and its answer."""
-
-    question: Text
-    answer: Text
 
 
 class AskRequest(StrictSchema):
@@ -63,15 +57,18 @@ class AskRequest(StrictSchema):
 
     document: str | None = None
     question: Annotated[Text, Field(min_length=1)]
-    turns: Annotated[list[PageTurn], Field(max_length=200)] = []  # noqa: RUF012 (pydantic copies it)
     max_tokens: Annotated[int, Field(ge=1)] = 256
     temperature: Annotated[FiniteFloat, Field(ge=0, le=2)] = 0.0
     hybrid_kv: Extensions = Extensions()
 
 
 def add_page(app: FastAPI, service: Service) -> None:
-    """The page, and its part of the interface."""
-    documents = Documents(service.texts)
+    """The page, and its part of the interface.
+
+    Raises:
+        ConfigError: the folder of documents cannot be used.
+    """
+    library, encoder = Library(service.documents_folder), DocumentEncoder(service.texts)
     folder = files("hybrid_kv.serve.http") / "static"
     for path, (name, kind) in PARTS.items():
         content = (folder / name).read_bytes()
@@ -86,32 +83,75 @@ def add_page(app: FastAPI, service: Service) -> None:
             "context": service.context,
             "method": service.config.method,
             "methods": sorted(METHODS),
+            "kept": service.documents_folder is not None,
+            "most_documents": MAX_DOCUMENTS,
         }
 
-    @app.post(UPLOAD)
-    async def add(http: HttpRequest) -> dict[str, Any]:
-        """Keeps a text in UTF-8, the whole body, to be asked about."""
-        content = await http.body()
-        service.texts.check_size(len(content), "document")
-        document = await documents.add(content)
-        service.check_room(len(document.ids), 1, "document")
-        counts = {"tokens": len(document.ids), "characters": len(document.text)}
-        return {"document": document.ident, **counts}
+    _add_documents(app, service, library, encoder)
+    _add_questions(app, service, library, encoder)
 
+
+def _add_documents(
+    app: FastAPI, service: Service, library: Library, encoder: DocumentEncoder
+) -> None:
+    reading_files = asyncio.Semaphore(_MOST_FILES)
+
+    @app.get(UPLOAD)
+    async def listed() -> dict[str, Any]:
+        """The documents, and how many questions were asked without one."""
+        found = [document.facts(service.name) for document in library.all()]
+        return {"documents": found, "free_questions": len(library.get(None).turns)}
+
+    @app.get(f"{UPLOAD}/{{ident}}")
+    async def whole(ident: str, text: bool = True) -> dict[str, Any]:
+        """A document with its text, and what was asked about it; 'none' is no document."""
+        document = library.get(ident)
+        own = {"text": document.text} if text else {}
+        return {**document.facts(service.name), **own, "turns": document.turns}
+
+    @app.post(UPLOAD)
+    async def add(http: HttpRequest, name: str = "Document") -> dict[str, Any]:
+        """Keeps a text in UTF-8 or the text of a PDF, the whole body, to be asked about."""
+        content = await http.body()
+        async with reading_files:
+            text = await asyncio.to_thread(text_of, content)
+        service.texts.check_size(len(text.encode()), "document")
+        # Before it is kept: one that is too long has no use, and others would give way to it.
+        encoded = await encoder.encode(ident_of(text), text)
+        _check_length(service, len(encoded.ids))
+        document = library.add(text, " ".join(name.split())[:_LONGEST_NAME] or "Document")
+        library.counted(document, service.name, len(encoded.ids))
+        return document.facts(service.name)
+
+    @app.post("/hybrid_kv/clear")
+    async def clear(asked: DocumentRequest) -> dict[str, Any]:
+        """Forgets what was asked about a document."""
+        library.clear(document := library.get(asked.document))
+        return document.facts(service.name)
+
+    @app.post("/hybrid_kv/remove")
+    async def remove(asked: DocumentRequest) -> dict[str, Any]:
+        """Forgets a document and what was asked about it."""
+        library.remove(document := library.get(asked.document))
+        return document.facts(service.name)
+
+
+def _add_questions(
+    app: FastAPI, service: Service, library: Library, encoder: DocumentEncoder
+) -> None:
     @app.post("/hybrid_kv/read", response_model=None)
-    async def read(asked: ReadRequest) -> Response:
+    async def read(asked: DocumentRequest) -> Response:
         """Computes a document, so that questions about it need not; streams how far it is."""
-        ids = await documents.before_question(documents.get(asked.document))
-        service.check_room(len(ids), 1, "document")
+        ids = await encoder.before_question(library.get(asked.document).text)
+        _check_length(service, len(ids))
         # Greedily one token: what counts is what stays of the prompt.
-        return _streamed(service, Request(ids, 1, Sampling(temperature=0)), None)
+        return _streamed(service, Request(ids, 1, Sampling(temperature=0)))
 
     @app.post("/hybrid_kv/ask", response_model=None)
     async def ask(asked: AskRequest) -> Response:
         """Answers a question; streams prefill, text, and where in the document it looked."""
-        document = None if asked.document is None else documents.get(asked.document)
-        turns = [(turn.question, turn.answer) for turn in asked.turns]
-        ids = await documents.prompt(document, turns, asked.question)
+        kept = library.get(asked.document)
+        ids = await encoder.prompt(kept.text, kept.answered, asked.question)
         room = service.check_room(len(ids), 1, "question")
         ends = service.texts.chat_end_ids if service.texts.has_template else service.texts.end_ids
         plain = Request(
@@ -120,8 +160,16 @@ def add_page(app: FastAPI, service: Service) -> None:
             Sampling(temperature=asked.temperature),
             end_ids=ends,
         )
+        document = await encoder.encode(kept.ident, kept.text) if kept.text else None
         request = replace(service.extended(plain, asked.hybrid_kv), places=document is not None)
-        return _streamed(service, request, document)
+        turn = _Turn(library, kept.ident, asked.question)
+        return _streamed(service, request, document, turn)
+
+
+_MOST_FILES = 2
+"""Files whose text is being read at a time."""
+
+_LONGEST_NAME = 200
 
 
 def _part(content: bytes, headers: dict[str, str]) -> Any:
@@ -131,196 +179,103 @@ def _part(content: bytes, headers: dict[str, str]) -> Any:
     return part
 
 
-def _streamed(service: Service, request: Request, document: Document | None) -> EventStream:
+def _check_length(service: Service, tokens: int) -> None:
+    """Raises ApiError for a document that leaves no room for a question."""
+    longest = service.longest_prompt
+    if longest is not None and tokens > longest:
+        raise ApiError(
+            400,
+            f"a document must be at most {longest:,} tokens here, got {tokens:,}; send a part of "
+            "it, or serve a model that reads more",
+            "document",
+            "context_length_exceeded",
+        )
+
+
+class _Turn:
+    """A question, and what came of it: kept however its stream ends, if there is any text.
+
+    asked: seconds since 1970.
+    """
+
+    def __init__(self, library: Library, ident: str, question: str) -> None:
+        self._library, self._ident = library, ident
+        self._question, self.asked = question, time.time()
+        self._text, self._tokens = "", list[dict[str, Any]]()
+        self._is_kept = False
+
+    def add(self, told: dict[str, Any]) -> None:
+        """A token, as it was sent."""
+        self._text += told["text"]
+        self._tokens.append(told)
+
+    def end(self, done: dict[str, Any] | None, problem: str | None = None) -> str | None:
+        """Keeps it, once.
+
+        Args:
+            done: what was sent at its end; None where it has none. problem: why.
+
+        Returns:
+            A sentence where it could not be kept.
+        """
+        if self._is_kept or (done is None and not self._text):
+            return None
+        self._is_kept = True
+        turn = {"question": self._question, "answer": self._text, "asked": self.asked}
+        if any("error" in told for told in self._tokens):
+            turn["tokens"] = self._tokens
+        return self._library.answer(self._ident, {**turn, "done": done, "problem": problem})
+
+
+def _streamed(
+    service: Service,
+    request: Request,
+    document: Document | None = None,
+    turn: _Turn | None = None,
+) -> EventStream:
     order = ParsedRequest(new_ident("page"), int(time.time()), [request], 1)
     tickets = service.submit(order)
-    return EventStream(service, tickets, _events(service, tickets, document))
+    return EventStream(service, tickets, _events(service, tickets, document, turn))
 
 
 async def _events(
-    service: Service, tickets: list[RequestHandle], document: Document | None
+    service: Service,
+    tickets: list[RequestHandle],
+    document: Document | None,
+    turn: _Turn | None,
 ) -> AsyncIterator[str]:
-    """`prefill`, `token` and at last `done`, or `error`."""
+    """`asked`, `prefill`, `token` and at last `done`, or `error`."""
     ids = tickets[0].request.ids
-    async for _, happened in merged(tickets):
-        match happened:
-            case Prefilled(done=done, total=total, reused=reused):
-                yield event({"done": done, "total": total, "reused": reused}, "prefill")
-            case Token(text=text):
-                told = {} if happened.error is None else {"error": error_of(happened)}
-                yield event({"text": text, **told}, "token")
-            case Finished():
-                service.ended(happened)
-                if happened.reason in ("error", "cancelled"):
-                    yield event(ended_early(happened.reason, happened.error).body, "error")
-                    return
-                report = report_of(happened)
-                spans = document.spans(ids, happened.report.places) if document else []
-                usage = happened.usage
-                yield event(
-                    {
-                        **report,
-                        "places": spans,
+    try:
+        if turn is not None:
+            yield event({"asked": turn.asked}, "asked")
+        async for _, happened in merged(tickets):
+            match happened:
+                case Prefilled(done=done, total=total, reused=reused):
+                    yield event({"done": done, "total": total, "reused": reused}, "prefill")
+                case Token(text=text):
+                    told = {} if happened.error is None else {"error": error_of(happened)}
+                    if turn is not None:
+                        turn.add({"text": text, **told})
+                    yield event({"text": text, **told}, "token")
+                case Finished():
+                    service.ended(happened)
+                    if happened.reason in ("error", "cancelled"):
+                        refused = ended_early(happened.reason, happened.error)
+                        if turn is not None:
+                            turn.end(None, refused.message)
+                        yield event(refused.body, "error")
+                        return
+                    usage = happened.usage
+                    ended = {
+                        **report_of(happened),
+                        "places": document.spans(ids, happened.report.places) if document else [],
                         "prompt_tokens": usage.prompt_tokens,
                         "completion_tokens": usage.completion_tokens,
                         "reused_tokens": usage.reused_tokens,
-                    },
-                    "done",
-                )
-
-
-# Documents ---------------------------------------------------------------------------------------
-
-MAX_DOCUMENTS = 16
-MAX_CHARACTERS = 64 * 2**20
-"""Of all documents together; the oldest give way."""
-
-_ANCHOR = 64
-"""Tokens by which a document is found in a prompt."""
-_MOST_BEFORE = 4096
-"""Tokens that a chat template may write before a document."""
-
-
-@dataclass(frozen=True, slots=True)
-class Document:
-    """A text and how it is taken apart by itself.
-
-    ids: without special tokens. offsets: [(begin, end)] of each, in characters; empty where the
-    tokenizer does not tell.
-    """
-
-    ident: str
-    text: str
-    ids: list[int]
-    offsets: list[tuple[int, int]]
-
-    def spans(
-        self, prompt: Sequence[int], places: Sequence[tuple[int, float]]
-    ) -> list[dict[str, Any]]:
-        """Places of a prompt as characters of the text; those outside of it are left out."""
-        start = self._start_in(prompt)
-        if start is None or not self.offsets:
-            return []
-        found = []
-        for position, weight in places:
-            at = position - start
-            if 0 <= at < len(self.ids) and prompt[position] == self.ids[at]:
-                begin, end = self.offsets[at]
-                found.append({"begin": begin, "end": end, "weight": weight})
-        return found
-
-    def _start_in(self, prompt: Sequence[int]) -> int | None:
-        """Place of the text in a prompt, in tokens.
-
-        The first tokens may differ, because a word joins with what stands before it.
-        """
-        for skipped in range(min(4, len(self.ids))):
-            anchor = self.ids[skipped : skipped + _ANCHOR]
-            last = min(len(prompt) - len(anchor), _MOST_BEFORE) + 1
-            for start in range(max(0, last)):
-                if prompt[start] == anchor[0] and list(prompt[start:][: len(anchor)]) == anchor:
-                    return start - skipped
-        return None
-
-
-class Documents:
-    """The latest documents, by a name that their content gives."""
-
-    def __init__(self, texts: Texts) -> None:
-        self._texts = texts
-        self._kept: OrderedDict[str, Document] = OrderedDict()
-
-    async def add(self, content: bytes) -> Document:
-        """Keeps a text.
-
-        Raises:
-            ApiError: it is none, or empty.
-        """
-        text = _decoded(content)
-        ident = sha256(text.encode()).hexdigest()[:32]
-        if ident not in self._kept:
-            ids, offsets = await self._texts.encode_with_offsets(text)
-            self._kept[ident] = Document(ident, text, ids, offsets)
-        self._kept.move_to_end(ident)
-        while len(self._kept) > MAX_DOCUMENTS or self._characters > MAX_CHARACTERS:
-            self._kept.popitem(last=False)
-            if len(self._kept) == 1:
-                break
-        return self._kept[ident]
-
-    def get(self, ident: str) -> Document:
-        """A document that was added.
-
-        Raises:
-            ApiError: it is not here, or no longer.
-        """
-        if ident not in self._kept:
-            raise ApiError(
-                404,
-                "document is not on the server, or no longer; send it again",
-                "document",
-                "document_not_found",
-            )
-        self._kept.move_to_end(ident)
-        return self._kept[ident]
-
-    @property
-    def _characters(self) -> int:
-        return sum(len(document.text) for document in self._kept.values())
-
-    async def before_question(self, document: Document) -> tuple[int, ...]:
-        """The tokens of a prompt that come out the same whatever is asked about a document."""
-        if not self._texts.has_template:
-            return await self._texts.encode(document.text)
-
-        def encode(own: Encoder) -> tuple[int, ...]:
-            assert own.template is not None
-            asked = AskedMessages(own.template, [{"role": "user", "content": document.text}])
-            return tuple(asked.before_question())
-
-        return await self._texts.in_thread(encode)
-
-    async def prompt(
-        self, document: Document | None, turns: Sequence[tuple[str, str]], question: str
-    ) -> tuple[int, ...]:
-        """A question about a document, after others and their answers.
-
-        Without a chat template the question follows the document as it is, and turns are left out.
-        """
-        if not self._texts.has_template:
-            if document is None:
-                return await self._texts.encode(question, "question")
-            before = await self._texts.encode(document.text)
-            return before + tuple(await self._texts.encode_more(f"\n\n{question}"))
-        asked = [*(ask for ask, _ in turns), question]
-        if document is not None:
-            asked[0] = f"{document.text}\n\n{asked[0]}"
-        messages = []
-        for ask, answer in zip(asked, [*(answer for _, answer in turns), None], strict=True):
-            messages.append({"role": "user", "content": ask})
-            if answer is not None:
-                messages.append({"role": "assistant", "content": answer})
-        return await self._texts.encode_chat(messages, "question")
-
-
-def _decoded(content: bytes) -> str:
-    try:
-        text = content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        kind = "a PDF" if content.startswith(b"%PDF-") else f"byte {error.start} that is none"
-        raise ApiError(
-            400,
-            f"document must be text in UTF-8, got {kind}; convert it to text first",
-            "document",
-            "unreadable_document",
-        ) from None
-    if "\0" in text:
-        raise ApiError(
-            400,
-            "document must be text, got bytes of zero in it; convert it to text first",
-            "document",
-            "unreadable_document",
-        )
-    if not text.strip():
-        raise ApiError(400, "document is empty; send some text", "document", "empty_document")
-    return text
+                    }
+                    not_kept = None if turn is None else turn.end(ended)
+                    yield event({**ended, "not_kept": not_kept}, "done")
+    finally:
+        if turn is not None:
+            turn.end(None, "stopped")  # by who asked, who may also have closed the page

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import count
+from pathlib import Path
 from types import UnionType
 from typing import Any, Protocol, Union, get_args, get_origin
 
@@ -87,14 +88,26 @@ class Service:
     """One model behind one engine, under one name.
 
     context: the longest prompt and answer together, in tokens; None where the model has no limit.
+    longest_prompt: one token less, or what the server allows.
+
+    Args:
+        documents_folder: keeps the documents of the page; None for memory.
     """
 
-    def __init__(self, llm: ServedModel, engine: AnyEngine, name: str) -> None:
+    def __init__(
+        self,
+        llm: ServedModel,
+        engine: AnyEngine,
+        name: str,
+        documents_folder: Path | None = None,
+    ) -> None:
         self.engine, self.name, self.created = engine, name, int(time.time())
+        self.documents_folder = documents_folder
         self.config = llm.config
         self.context = max_context(llm.model.config.get_text_config(decoder=True))
         limits = (self.context, engine.limits.max_prompt_tokens)
         most = min((limit for limit in limits if limit is not None), default=None)
+        self.longest_prompt = most if most is None or most != self.context else most - 1
         self.texts, self.metrics = Texts(llm, most), Metrics(engine.stats)
         self.closing = False
         self._open: dict[int, tuple[str, list[RequestHandle]]] = {}
