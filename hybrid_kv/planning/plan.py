@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    Cache,
+    DynamicCache,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from hybrid_kv.errors import UnsupportedModelError
@@ -286,32 +294,84 @@ def other_layers(model: PreTrainedModel, num_tiered: int) -> OtherLayers:
     Raises:
         UnsupportedModelError: the model cannot be passed without being computed.
     """
-    config = text_config(model)
-    cache = DynamicCache(config=config)
-    count = len(cache.layers) - num_tiered
+    count = len(DynamicCache(config=text_config(model)).layers) - num_tiered
     if not count:
         return OtherLayers(0, 0, 0, 0, 0)
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("batched_mm")  # others look at numbers, or at dtypes
-    token = torch.zeros(1, 1, dtype=torch.long, device="meta")
     try:
-        model(input_ids=token, use_cache=True, **passing(cache))
+        try:
+            layers = _filled_layers(model, once=True)
+        except Exception:  # of layers that hand keys to later ones, as Gemma 4's
+            layers = _filled_layers(model, once=False)
     except Exception as error:  # of any kind, in the model's own code
         raise UnsupportedModelError(
             f"what the layers of {type(model).__name__} hold that are not tiered cannot be found "
             f"without computing it ({str(error).partition(chr(10))[0]})"
         ) from error
     windows = untiered = 0
-    for layer in cache.layers:
+    for layer in layers:
         if isinstance(layer, DynamicSlidingWindowLayer):
             windows += layer.sliding_window * _kv_bytes(layer)
         elif isinstance(layer, DynamicLayer) and type(layer) is not DynamicLayer:
             untiered += _kv_bytes(layer)
-    states = [state for layer in cache.layers for state in states_of(layer).values()]
+    states = [state for layer in layers for state in states_of(layer).values()]
     # [1, heads, key channels, value channels] of a linear attention; those of kernels have 3 axes.
     widths = [x.shape[1] * (x.shape[2] + x.shape[3] + _BLOCK) for x in states if x.ndim == 4]
     fixed = sum(state.nbytes for state in states)
     return OtherLayers(count, windows, untiered, fixed, max(widths, default=0))
+
+
+def _filled_layers(model: PreTrainedModel, *, once: bool) -> list[Any]:
+    """By layer a cache layer of its shapes that holds a token.
+
+    Args:
+        once: of layers that are alike the first alone computes.
+    """
+    cache = DynamicCache(config=text_config(model))
+    token = torch.zeros(1, 1, dtype=torch.long, device="meta")
+    alike = _each_kind_once(model, cache) if once else nullcontext(range(len(cache.layers)))
+    with alike as first:
+        model(input_ids=token, use_cache=True, **passing(cache))
+    return [cache.layers[layer_idx] for layer_idx in first]
+
+
+@contextmanager
+def _each_kind_once(model: PreTrainedModel, cache: Cache) -> Iterator[Sequence[int]]:
+    """By layer the first that is like it, in class, shapes of weights and cache.
+
+    In a forward within only these compute, and others give what theirs gave: a layer of meta
+    tensors takes .05 s.
+    """
+    config = text_config(model)
+    count = len(cache.layers)
+    stacks = (m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count)
+    layers, first = next(stacks, ()), list(range(count))
+    seen: dict[object, int] = {}
+    for layer_idx, layer in enumerate(layers):
+        held, types = cache.layers[layer_idx], getattr(config, "layer_types", None)
+        kind = (
+            *(type(layer), tuple((name, x.shape) for name, x in layer.named_parameters())),
+            *(type(held), getattr(held, "sliding_window", None), types and types[layer_idx]),
+        )
+        first[layer_idx] = seen.setdefault(kind, layer_idx)
+    given: dict[int, Any] = {}
+
+    def keep(layer_idx: int, module: nn.Module, inputs: Any, output: Any) -> None:
+        given[layer_idx] = output
+
+    with ExitStack() as stack:
+        for layer_idx, layer in enumerate(layers):
+            if (like := first[layer_idx]) != layer_idx:
+                layer.forward = partial(_given, given, like)
+                stack.callback(delattr, layer, "forward")
+            else:
+                stack.callback(layer.register_forward_hook(partial(keep, layer_idx)).remove)
+        yield first
+
+
+def _given(given: Mapping[int, Any], layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+    return given[layer_idx]
 
 
 def _kv_bytes(layer: DynamicLayer) -> int:

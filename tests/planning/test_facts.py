@@ -19,7 +19,7 @@ from transformers import (
 from hybrid_kv.errors import ConfigError, ModelNotFoundError
 from hybrid_kv.models.cache_state import passing, states_of
 from hybrid_kv.models.load import load_config, load_model
-from hybrid_kv.planning.plan import ModelFacts, model_facts
+from hybrid_kv.planning.plan import ModelFacts, model_facts, other_layers
 from tests.contracts.edges.further_models import further_config
 
 
@@ -279,3 +279,46 @@ def test_refusals() -> None:
         model_facts("needle", layers=1)
     with pytest.raises(ModelNotFoundError, match=r"model folder '\./none' does not exist"):
         model_facts("./none")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "computed"),
+    [
+        ("qwen3_5_text", {"layer_types": ["linear_attention", "full_attention"] * 3}, {0, 1}),
+        ("bamba", {"attn_layer_indices": [1, 3, 5]}, {0, 1}),
+        ("ministral", {"layer_types": ["sliding_attention", "full_attention"] * 3}, {0, 1}),
+        ("falcon_h1", {}, {0}),
+        (
+            "gemma4_text",
+            {
+                "layer_types": ["sliding_attention", "full_attention"] * 3,
+                "num_kv_shared_layers": 2,
+            },
+            set(range(6)),
+        ),
+    ],
+)
+def test_of_layers_that_are_alike_one_is_computed(
+    model_type: str, changes: dict[str, Any], computed: set[int]
+) -> None:
+    """Gemma 4's later layers use keys of earlier ones, so that all of its are."""
+    with torch.device("meta"):
+        config = further_config(model_type, num_hidden_layers=6, **changes)
+        model = AutoModelForCausalLM.from_config(config)
+    kv = DynamicCache(config=config)
+    token = torch.zeros(1, 1, dtype=torch.long, device="meta")
+    model(input_ids=token, use_cache=True, **passing(kv))
+    calls: set[int] = set()
+    for layer_idx, layer in enumerate(model.model.layers):
+        for part in layer.children():
+            part.register_forward_hook(lambda *_, i=layer_idx: calls.add(i))
+    found = other_layers(model, 0)
+    assert calls == computed
+    assert found.fixed_bytes == sum(
+        state.nbytes for layer in kv.layers for state in states_of(layer).values()
+    )
+    windows = [layer for layer in kv.layers if getattr(layer, "is_sliding", False)]
+    assert found.window_bytes == sum(
+        layer.sliding_window * (layer.keys.nbytes + layer.values.nbytes) for layer in windows
+    )
+    assert "forward" not in vars(model.model.layers[2])
