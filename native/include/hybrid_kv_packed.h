@@ -2,7 +2,7 @@
  *
  * Inputs are rounded to 8 bits by blocks of 32 values, whatever the weights' kind. Sums are integers
  * within a block and float32 beyond it. Weights may lie at any address, as in a mapped file; no byte
- * outside of the rows is read.
+ * before the first row or behind the last is read.
  */
 #ifndef HYBRID_KV_PACKED_H
 #define HYBRID_KV_PACKED_H

@@ -20,6 +20,7 @@ struct PackedLayer {
   const uint8_t *weight;
   int64_t num_outputs, num_inputs, stride;
   const float *bias;
+  const uint8_t *end;  // of the last row
 
   const uint8_t *row(int64_t output) const { return weight + output * stride; }
 };
@@ -53,11 +54,11 @@ struct Outputs {
 template <typename Kind>
 void multiply_rows(const PackedLayer &layer, const RoundedInputs &inputs, const Outputs &outputs,
                    int64_t first, int64_t last) {
-  std::vector<float> totals(static_cast<size_t>(inputs.columns));
-  for (int64_t output = first; output < last; ++output) {
-    std::fill(totals.begin(), totals.end(), 0.0f);
-    add_row<Kind>(layer.row(output), inputs, totals.data());
-    outputs.store(output, 1, 0, inputs.columns, totals.data(), 1);
+  std::vector<float> totals(static_cast<size_t>(inputs.columns * kRowsTogether));
+  for (int64_t output = first; output < last; output += kRowsTogether) {
+    const int count = static_cast<int>(std::min<int64_t>(kRowsTogether, last - output));
+    sum_rows<Kind>({layer.row(output), layer.stride, count, layer.end}, inputs, totals.data());
+    outputs.store(output, count, 0, inputs.columns, totals.data(), kRowsTogether);
   }
 }
 
@@ -162,8 +163,10 @@ extern "C" int hkv_packed_linear(hkv_pool *pool, int32_t kind, int64_t num_outpu
       hkv::require(out != nullptr, "out must not be NULL");
       hkv::require(num_inputs == 0 || (weight != nullptr && inputs != nullptr),
                    "arrays must not be NULL");
-      const hkv::PackedLayer layer{static_cast<const uint8_t *>(weight), num_outputs, num_inputs,
-                                   stride, bias};
+      const auto *rows = static_cast<const uint8_t *>(weight);
+      const int64_t row_bytes = num_inputs / Kind::kValues * Kind::kBytes;
+      const hkv::PackedLayer layer{rows, num_outputs, num_inputs, stride, bias,
+                                   rows + (num_outputs - 1) * stride + row_bytes};
       const int64_t columns = tokens * (exact != 0 ? 2 : 1);
       hkv::RoundedInputs rounded(tokens, num_inputs, exact != 0, Kind::kScaleValues,
                                  hkv::kPairs<Kind> && !hkv::in_panels<Kind>(columns));

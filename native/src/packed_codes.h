@@ -92,16 +92,16 @@ inline void first_halves(const uint8_t *blocks, __m256 &first, __m256 &second) {
 template <typename Kind>
 struct ShortRow {
   static constexpr int kVectors = 1;  // of scales, for a chunk
-  /// Of a chunk's first `count` blocks; 0 behind them.
+  /// Of a chunk's first `count` blocks; 0 behind them, whatever lies there.
   HKV_INLINE static void scales(const uint8_t *blocks, int count, __m256 *scales, __m256 *offsets) {
-    uint8_t padded[8 * Kind::kBytes];
-    if (count < 8) {
-      std::memset(padded, 0, sizeof padded);
-      std::memcpy(padded, blocks, static_cast<size_t>(count * Kind::kBytes));
-      blocks = padded;
-    }
     __m256 second;
     first_halves<Kind>(blocks, scales[0], second);
+    if (count < 8) {
+      const __m256 kept = _mm256_castsi256_ps(_mm256_cmpgt_epi32(
+          _mm256_set1_epi32(count), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7)));
+      scales[0] = _mm256_and_ps(scales[0], kept);
+      second = _mm256_and_ps(second, kept);
+    }
     if constexpr (Kind::kHasMin)
       offsets[0] = second;
     else if constexpr (Kind::kHasOffset)

@@ -64,8 +64,8 @@ inline void round_block(const float *inputs, int sum_values, int8_t *codes, floa
 /// holds what the rounding of the first leaves. Behind the last input all is zero.
 ///
 /// They lie in chunks of 256 inputs, and within a chunk by columns: codes [chunk, column, 256],
-/// scales [chunk, column, 8], sums [chunk, column, 256 / sum_values]. `paired`: in whole chunks,
-/// halves of blocks i and i + 4 lie together: [i, half, 2, 16].
+/// scales [chunk, column, 8], sums [chunk, column, 256 / sum_values]. `paired`: halves of
+/// blocks i and i + 4 lie together: [i, half, 2, 16].
 class RoundedInputs {
  public:
   RoundedInputs(int64_t tokens, int64_t num_inputs, bool exact, int sum_values, bool paired)
@@ -119,7 +119,7 @@ class RoundedInputs {
                   scales_.data() + at * kChunkBlocks + block,
                   sums_.data() + at * num_sums + block * kRoundedBlock / sum_values,
                   rest == nullptr ? nullptr : rest + block * kRoundedBlock);
-    if (!paired || (chunk + 1) * kChunkValues > num_inputs) return;
+    if (!paired) return;
     constexpr int kHalf = kRoundedBlock / 2, kPairs = kChunkBlocks / 2;
     int8_t together[kChunkValues];
     for (int block = 0; block < kChunkBlocks; ++block)

@@ -1,4 +1,5 @@
-// Products of one row of packed weights with a few columns of inputs: decoded once for all of them.
+// Products of a few rows of packed weights with a few columns of inputs: a row is decoded once for all
+// columns, and the lanes of four rows' sums are added together.
 #pragma once
 
 #include "packed_codes.h"
@@ -7,6 +8,18 @@
 #include "unrolled.h"
 
 namespace hkv {
+
+constexpr int kRowsTogether = 4;
+
+/// So many rows, one after the other; they end with the matrix, of which no byte behind is read.
+struct RowGroup {
+  const uint8_t *first;
+  int64_t stride;
+  int count;  // 1 to kRowsTogether
+  const uint8_t *end;
+
+  const uint8_t *row(int i) const { return first + i * stride; }
+};
 
 #if defined(__AVX2__)
 
@@ -54,20 +67,24 @@ HKV_INLINE inline __m256i join(__m256i a, __m256i b) {
     return _mm256_hadd_epi32(a, b);
 }
 
-inline float sum_lanes(__m256 lanes) {
-  __m128 sums = _mm_add_ps(_mm256_castps256_ps128(lanes), _mm256_extractf128_ps(lanes, 1));
-  sums = _mm_add_ps(sums, _mm_movehl_ps(sums, sums));
-  return _mm_cvtss_f32(_mm_add_ss(sums, _mm_movehdup_ps(sums)));
+/// The sums of the lanes of four vectors.
+HKV_INLINE inline __m128 sum_lanes(const __m256 (&rows)[kRowsTogether]) {
+  __m128 halves[kRowsTogether];
+  for (int i = 0; i < kRowsTogether; ++i)
+    halves[i] = _mm_add_ps(_mm256_castps256_ps128(rows[i]), _mm256_extractf128_ps(rows[i], 1));
+  _MM_TRANSPOSE4_PS(halves[0], halves[1], halves[2], halves[3]);
+  return _mm_add_ps(_mm_add_ps(halves[0], halves[2]), _mm_add_ps(halves[1], halves[3]));
 }
 
 template <typename Kind, int Columns>
 class RowSums {
  public:
-  /// Adds the products of a whole chunk.
-  HKV_INLINE void add_chunk(const uint8_t *blocks, const RoundedInputs &inputs, int64_t chunk,
-                            int64_t first) {
+  /// Adds the products of the first `count` blocks of a chunk, of short ones; of all others a chunk is
+  /// one. All bytes of a whole chunk are read, and inputs behind the blocks are 0.
+  HKV_INLINE void add_chunk(const uint8_t *blocks, int count, const RoundedInputs &inputs,
+                            int64_t chunk, int64_t first) {
     __m256 scales[kVectors];
-    add_offsets(blocks, kChunkBlocks, inputs, chunk, first, scales);
+    add_offsets(blocks, count, inputs, chunk, first, scales);
     const int8_t *codes[Columns];
     for (int column = 0; column < Columns; ++column) codes[column] = inputs.codes(chunk, first + column);
     __m256i sums[2][Columns];
@@ -97,25 +114,8 @@ class RowSums {
     }
   }
 
-  /// Adds the products of the first `count` blocks of a chunk; only short blocks end within one.
-  void add_blocks(const uint8_t *blocks, int count, const RoundedInputs &inputs, int64_t chunk,
-                  int64_t first) {
-    __m256 scales;
-    add_offsets(blocks, count, inputs, chunk, first, &scales);
-    for (int column = 0; column < Columns; ++column) {
-      alignas(32) float products[kChunkBlocks];
-      _mm256_store_ps(products, scales * _mm256_load_ps(inputs.scales(chunk, first + column)));
-      for (int block = 0; block < count; ++block)
-        add(column,
-            dots<Kind>(row_codes<Kind, 0>(blocks + block * Kind::kBytes),
-                       load_32(inputs.codes(chunk, first + column) + block * kRoundedBlock)),
-            _mm256_broadcast_ss(products + block));
-    }
-  }
-
-  void add_to(float *totals) const {
-    for (int column = 0; column < Columns; ++column) totals[column] += sum_lanes(sums_[column]);
-  }
+  /// The sums of a column's products.
+  __m256 of_column(int column) const { return sums_[column]; }
 
  private:
   static constexpr int kVectors = RowCodes<Kind>::kVectors;
@@ -164,37 +164,56 @@ class RowSums {
   __m256 sums_[Columns] = {};
 };
 
+/// A row that ends before `end`.
 template <typename Kind, int Columns>
-void add_columns(const uint8_t *row, const RoundedInputs &inputs, int64_t first, float *totals) {
+HKV_INLINE inline void sum_row(const uint8_t *row, const uint8_t *end, const RoundedInputs &inputs,
+                               int64_t first, RowSums<Kind, Columns> &sums) {
   constexpr int kChunkBytes = kChunkValues / Kind::kValues * Kind::kBytes;
   constexpr int64_t kAhead = 8 * 1024;  // bytes between what is asked for and what is read
-  RowSums<Kind, Columns> sums;
   const int64_t whole = inputs.num_inputs / kChunkValues;
-  for (int64_t chunk = 0; chunk < whole; ++chunk) {
-    const uint8_t *blocks = row + chunk * kChunkBytes;
+  const uint8_t *blocks = row;
+  for (int64_t chunk = 0; chunk < whole; ++chunk, blocks += kChunkBytes) {
     for (int line = 0; line < kChunkBytes; line += 64)
       __builtin_prefetch(reinterpret_cast<const void *>(reinterpret_cast<uintptr_t>(blocks) +
                                                         kAhead + line));
-    sums.add_chunk(blocks, inputs, chunk, first);
+    sums.add_chunk(blocks, kChunkBlocks, inputs, chunk, first);
   }
-  if constexpr (Kind::kValues < kChunkValues)
-    if (whole < inputs.chunks)
-      sums.add_blocks(row + whole * kChunkBytes,
-                      static_cast<int>(inputs.num_inputs % kChunkValues / Kind::kValues), inputs,
-                      whole, first);
-  sums.add_to(totals);
+  if constexpr (Kind::kValues < kChunkValues) {
+    if (whole == inputs.chunks) return;
+    const int count = static_cast<int>(inputs.num_inputs % kChunkValues / Kind::kValues);
+    uint8_t copy[kChunkBytes];
+    if (end - blocks < kChunkBytes) {  // of the last rows
+      std::memset(copy, 0, sizeof copy);
+      std::memcpy(copy, blocks, static_cast<size_t>(count * Kind::kBytes));
+      blocks = copy;
+    }
+    sums.add_chunk(blocks, count, inputs, whole, first);
+  }
 }
 
-/// Adds a row's products to totals [inputs.columns].
+template <typename Kind, int Columns>
+void sum_columns(const RowGroup &group, const RoundedInputs &inputs, int64_t first, float *totals) {
+  __m256 of_rows[Columns][kRowsTogether] = {};
+  for (int i = 0; i < group.count; ++i) {
+    RowSums<Kind, Columns> sums;
+    sum_row(group.row(i), group.end, inputs, first, sums);
+    for (int column = 0; column < Columns; ++column) of_rows[column][i] = sums.of_column(column);
+  }
+  for (int column = 0; column < Columns; ++column)
+    _mm_storeu_ps(totals + column * kRowsTogether, sum_lanes(of_rows[column]));
+}
+
+/// Writes the products of a group of rows to totals [inputs.columns, kRowsTogether].
 template <typename Kind>
-void add_row(const uint8_t *row, const RoundedInputs &inputs, float *totals) {
+void sum_rows(const RowGroup &group, const RoundedInputs &inputs, float *totals) {
   int64_t first = 0;
   for (; first + kRowColumns <= inputs.columns; first += kRowColumns)
-    add_columns<Kind, kRowColumns>(row, inputs, first, totals + first);
+    sum_columns<Kind, kRowColumns>(group, inputs, first, totals + first * kRowsTogether);
+  totals += first * kRowsTogether;
   switch (inputs.columns - first) {
-    case 1: return add_columns<Kind, 1>(row, inputs, first, totals + first);
-    case 2: return add_columns<Kind, 2>(row, inputs, first, totals + first);
-    case 3: return add_columns<Kind, 3>(row, inputs, first, totals + first);
+    case 1: return sum_columns<Kind, 1>(group, inputs, first, totals);
+    case 2: return sum_columns<Kind, 2>(group, inputs, first, totals);
+    case 3: return sum_columns<Kind, 3>(group, inputs, first, totals);
   }
 }
 
@@ -203,7 +222,7 @@ void add_row(const uint8_t *row, const RoundedInputs &inputs, float *totals) {
 template <typename Kind>
 constexpr bool kPairs = false;  // of blocks, which a vector's halves would hold
 
-/// Adds a row's products to totals [inputs.columns].
+/// Adds a row's products to every kRowsTogether-th of totals.
 template <typename Kind>
 void add_row(const uint8_t *row, const RoundedInputs &inputs, float *totals) {
   constexpr int kBlocks = kChunkValues / Kind::kValues;  // of a chunk
@@ -225,12 +244,19 @@ void add_row(const uint8_t *row, const RoundedInputs &inputs, float *totals) {
         const int at = group * Kind::kScaleValues;
         int32_t product = 0;
         for (int i = at; i < at + Kind::kScaleValues; ++i) product += codes[i] * input[i];
-        totals[column] +=
+        totals[column * kRowsTogether] +=
             static_cast<float>(product) * (scales[group] * input_scales[at / kRoundedBlock]);
-        if (Kind::kHasOffset) totals[column] += offsets[group] * sums[group];
+        if (Kind::kHasOffset) totals[column * kRowsTogether] += offsets[group] * sums[group];
       }
     }
   }
+}
+
+/// Writes the products of a group of rows to totals [inputs.columns, kRowsTogether].
+template <typename Kind>
+void sum_rows(const RowGroup &group, const RoundedInputs &inputs, float *totals) {
+  std::fill(totals, totals + inputs.columns * kRowsTogether, 0.0f);
+  for (int i = 0; i < group.count; ++i) add_row<Kind>(group.row(i), inputs, totals + i);
 }
 
 #endif

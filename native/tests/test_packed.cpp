@@ -146,6 +146,15 @@ CLAIM(packed_weights_are_multiplied_as_their_format_says) {
   }
 }
 
+CLAIM(packed_rows_end_anywhere_in_a_chunk) {
+  for (const Kind &kind : kKinds)
+    for (int64_t blocks = 1; kind.values == 32 && blocks < 8; ++blocks)
+      for (const int64_t tokens : {1, 3}) {
+        check_product(kind, 6, 256 + blocks * 32, tokens, true);
+        check_product(kind, 6, blocks * 32, tokens, true, 7 * kind.bytes + 3);  // 0xff is behind a row
+      }
+}
+
 CLAIM(threads_share_the_rows_of_packed_weights) {
   const ScopedPool pool(3);
   for (const Kind &kind : kKinds)

@@ -6,9 +6,10 @@ See `native/include/hybrid_kv_linear.h` and `native/include/hybrid_kv_packed.h`.
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Callable, Mapping
 from ctypes import c_int32, c_int64, c_void_p
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple
@@ -205,6 +206,9 @@ INSTRUCTIONS: Mapping[str, str] = MappingProxyType(
 class PackedWeight:
     """A matrix of weights in blocks.
 
+    rows: N, the outputs of a product. sizes: kind, rows, columns and stride as ctypes' own objects,
+    so that no call converts them again.
+
     Args:
         kind: a key of `PACKED_KINDS`.
         blocks: [N, bytes of a row] of uint8, rows contiguous; it may lie in a mapped file, at any
@@ -219,6 +223,8 @@ class PackedWeight:
     kind: str
     blocks: Tensor
     columns: int
+    rows: int = field(init=False)
+    sizes: tuple[c_int32, c_int64, c_int64, c_int64] = field(init=False)
 
     def __post_init__(self) -> None:
         if self.kind not in PACKED_KINDS:
@@ -238,11 +244,10 @@ class PackedWeight:
             )
         if blocks.numel() and blocks.stride(1) != 1:
             raise ConfigError("blocks must have contiguous rows; call .contiguous()")
-
-    @property
-    def rows(self) -> int:
-        """N, the outputs of a product."""
-        return len(self.blocks)
+        rows, row_stride = blocks.shape[0], blocks.stride(0)
+        sizes = c_int64(rows), c_int64(self.columns), c_int64(row_stride)
+        object.__setattr__(self, "rows", rows)
+        object.__setattr__(self, "sizes", (c_int32(PACKED_KINDS[self.kind].number), *sizes))
 
 
 def multiplies_packed(kind: str, device: torch.device | str = "cpu") -> bool:
@@ -293,13 +298,13 @@ def packed_linear(
     found = find_engine(engine)
     x = x.contiguous()
     wide_bias = None if bias is None else bias.float().contiguous()
-    out = x.new_empty(*x.shape[:-1], weight.rows)
-    kind, blocks = PACKED_KINDS[weight.kind], weight.blocks
+    before = x.shape[:-1]
+    out = x.new_empty((*before, weight.rows))
+    number, num_outputs, num_inputs, stride = weight.sizes
     status = found.hkv_packed_linear(
-        pool_handle(pool),
-        *(kind.number, weight.rows, weight.columns, blocks.data_ptr(), blocks.stride(0)),
+        *(pool_handle(pool), number, num_outputs, num_inputs, weight.blocks.data_ptr(), stride),
         *(None if wide_bias is None else wide_bias.data_ptr(), DTYPES[x.dtype]),
-        *(out.numel() // max(1, weight.rows), x.data_ptr(), int(exact), out.data_ptr()),
+        *(math.prod(before), x.data_ptr(), exact, out.data_ptr()),
     )
     library.check(found, status)
     return out
