@@ -10,6 +10,7 @@
 
 #include <immintrin.h>
 
+#include "packed_inputs.h"
 #include "packed_kinds.h"
 
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
@@ -88,11 +89,22 @@ inline void first_halves(const uint8_t *blocks, __m256 &first, __m256 &second) {
   second = _mm256_cvtph_ps(_mm_unpackhi_epi64(low, high));
 }
 
+template <typename Kind>
+constexpr int kChunkBytes = kChunkValues / Kind::kValues * Kind::kBytes;
+
+/// A copy of a chunk's first `count` blocks with zeros behind, in [kChunkBytes<Kind>].
+template <typename Kind>
+const uint8_t *padded_chunk(const uint8_t *blocks, int count, uint8_t *copy) {
+  std::memset(copy, 0, kChunkBytes<Kind>);
+  std::memcpy(copy, blocks, static_cast<size_t>(count * Kind::kBytes));
+  return copy;
+}
+
 /// What all kinds with blocks of 32 values have in common.
 template <typename Kind>
 struct ShortRow {
   static constexpr int kVectors = 1;  // of scales, for a chunk
-  /// Of a chunk's first `count` blocks; 0 behind them, whatever lies there.
+  /// Of a chunk's first `count` blocks; 0 behind them, whatever lies there. Those are read, too.
   HKV_INLINE static void scales(const uint8_t *blocks, int count, __m256 *scales, __m256 *offsets) {
     __m256 second;
     first_halves<Kind>(blocks, scales[0], second);

@@ -111,7 +111,10 @@ void decode_eight(const uint8_t *const rows[8], int64_t place, int count, int fi
   __m256 scales[kVectors][8], offsets[kVectors][8];
   for (int row = 0; row < 8; ++row) {
     __m256 of_row[kVectors], below[kVectors];
-    row_scales<Kind>(rows[row] + place, count, of_row, below);
+    const uint8_t *blocks = rows[row] + place;
+    uint8_t copy[kChunkBytes<Kind>];
+    if (count < kChunkBlocks) blocks = padded_chunk<Kind>(blocks, count, copy);
+    row_scales<Kind>(blocks, count, of_row, below);
     for (int i = 0; i < kVectors; ++i) {
       scales[i][row] = of_row[i];
       if constexpr (kWithOffset<Kind>) offsets[i][row] = below[i];

@@ -168,12 +168,11 @@ class RowSums {
 template <typename Kind, int Columns>
 HKV_INLINE inline void sum_row(const uint8_t *row, const uint8_t *end, const RoundedInputs &inputs,
                                int64_t first, RowSums<Kind, Columns> &sums) {
-  constexpr int kChunkBytes = kChunkValues / Kind::kValues * Kind::kBytes;
   constexpr int64_t kAhead = 8 * 1024;  // bytes between what is asked for and what is read
   const int64_t whole = inputs.num_inputs / kChunkValues;
   const uint8_t *blocks = row;
-  for (int64_t chunk = 0; chunk < whole; ++chunk, blocks += kChunkBytes) {
-    for (int line = 0; line < kChunkBytes; line += 64)
+  for (int64_t chunk = 0; chunk < whole; ++chunk, blocks += kChunkBytes<Kind>) {
+    for (int line = 0; line < kChunkBytes<Kind>; line += 64)
       __builtin_prefetch(reinterpret_cast<const void *>(reinterpret_cast<uintptr_t>(blocks) +
                                                         kAhead + line));
     sums.add_chunk(blocks, kChunkBlocks, inputs, chunk, first);
@@ -181,12 +180,8 @@ HKV_INLINE inline void sum_row(const uint8_t *row, const uint8_t *end, const Rou
   if constexpr (Kind::kValues < kChunkValues) {
     if (whole == inputs.chunks) return;
     const int count = static_cast<int>(inputs.num_inputs % kChunkValues / Kind::kValues);
-    uint8_t copy[kChunkBytes];
-    if (end - blocks < kChunkBytes) {  // of the last rows
-      std::memset(copy, 0, sizeof copy);
-      std::memcpy(copy, blocks, static_cast<size_t>(count * Kind::kBytes));
-      blocks = copy;
-    }
+    uint8_t copy[kChunkBytes<Kind>];
+    if (end - blocks < kChunkBytes<Kind>) blocks = padded_chunk<Kind>(blocks, count, copy);
     sums.add_chunk(blocks, count, inputs, whole, first);
   }
 }
