@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -149,16 +148,15 @@ def evaluate(
     asked: ContestOptions,
     options: ContestModelOptions,
     folder: Annotated[
-        Path | None,
+        Path,
         typer.Option(
             "--output",
             "-o",
             metavar="FOLDER",
-            help="Where results go; one that is there is continued. [dim]default: tables are "
-            "printed, and nothing is kept[/]",
+            help="Where results go; one that is there is continued.",
             rich_help_panel="Output",
         ),
-    ] = None,
+    ],
     ray: Annotated[
         str | None,
         typer.Option(
@@ -174,12 +172,10 @@ def evaluate(
 
     check_target(output)
     arguments = _arguments(model, asked, options)
-    with TemporaryDirectory(prefix="hybrid-kv-eval-") as unkept:
-        path = folder or Path(unkept)
-        if ray is None:
-            report = _run(arguments, path, output)
-        else:
-            report = _run_on_cluster(ray, arguments, options.plugins or (), path, output)
+    if ray is None:
+        report = _run(arguments, folder, output)
+    else:
+        report = _run_on_cluster(ray, arguments, options.plugins or (), folder, output)
     _print(report, folder, output)
     if report.interrupted:
         raise typer.Exit(INTERRUPTED)
@@ -327,7 +323,7 @@ def _written(
     return report
 
 
-def _print(report: EvalReport, folder: Path | None, output: OutputOptions) -> None:
+def _print(report: EvalReport, folder: Path, output: OutputOptions) -> None:
     from hybrid_kv.cli.display import Column, console, note, print_columns
     from hybrid_kv.report.evaluation import sheets
 
@@ -346,10 +342,7 @@ def _print(report: EvalReport, folder: Path | None, output: OutputOptions) -> No
     for row in report.rows:
         if row.error is not None and not row.refused:
             note(f"{row.method} {row.budget or ''} on {row.task}: {row.error}", output)
-    if folder is not None:
-        note(f"{folder}: results.csv, results.json, index.html", output)
-    else:
-        note("nothing was kept; --output FOLDER keeps results, and goes on with them", output)
+    note(f"{folder}: results.csv, results.json, index.html", output)
 
 
 @contextmanager

@@ -7,6 +7,7 @@ costs one exact attention of one layer.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -40,6 +41,12 @@ class AuditTurns:
         if rest or look % self.layers != layer:
             return None
         return look // self.layers % sequences
+
+
+@cache
+def process_turns(every: int) -> AuditTurns:
+    """Turns of all layers of this process."""
+    return AuditTurns(every)
 
 
 class ExactLook(NamedTuple):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from dataclasses import dataclass
 from functools import cache, partial
@@ -22,13 +21,11 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 
 from hybrid_kv.ops.native.library import Pool
-from hybrid_kv.vllm.audit import AuditTurns
+from hybrid_kv.vllm.audit import process_turns
 from hybrid_kv.vllm.batch import CacheShape, Prompts, Scratch, StepBatch, StepSequence, as_blocks
 from hybrid_kv.vllm.counters import process_counts
 from hybrid_kv.vllm.layer import Kernel, PagedLayer
-from hybrid_kv.vllm.settings import check_config, check_layer, settings_of
-
-_log = logging.getLogger("vllm.hybrid_kv")
+from hybrid_kv.vllm.settings import check_config, check_layer, say_once, settings_of
 
 
 class HybridBackend(CPUAttentionBackend):
@@ -42,7 +39,7 @@ class HybridBackend(CPUAttentionBackend):
         if settings is None:
             return CPUAttentionBackendImpl  # type: ignore[no-any-return]
         check_config(config)
-        _say_once(f"hybrid_kv decodes with {settings!r}")
+        say_once(f"hybrid_kv decodes with {settings!r}")
         return HybridImpl
 
     @staticmethod
@@ -119,7 +116,7 @@ class HybridImpl(CPUAttentionBackendImpl):
         how = self.scale, self.logits_soft_cap
         settings = settings_of(get_current_vllm_config().additional_config)
         every = 0 if settings is None else settings.audit_every
-        turns = _turns(every) if every else None
+        turns = process_turns(every) if every else None
         self.hybrid = PagedLayer(*how, _scratch(), _pool(), self.sinks, process_counts(), turns)
 
     def do_kv_cache_update(
@@ -207,11 +204,6 @@ def _scratch() -> Scratch:
 
 
 @cache
-def _turns(every: int) -> AuditTurns:
-    return AuditTurns(every)
-
-
-@cache
 def _pool() -> Pool | None:
     """Threads of the engine, on the CPUs that vLLM has bound its own to."""
     threads = torch.get_num_threads()
@@ -221,8 +213,3 @@ def _pool() -> Pool | None:
     bound = [os.sched_getaffinity(int(task)) for task in os.listdir("/proc/self/task")]
     others = sorted({cpu for cpus in bound if len(cpus) == 1 for cpu in cpus - here})
     return Pool(threads, others if len(others) == threads - 1 else ())
-
-
-@cache
-def _say_once(message: str) -> None:
-    _log.info(message)

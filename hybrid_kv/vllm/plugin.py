@@ -1,6 +1,7 @@
-"""Entry point of vLLM's general plug-ins: the attention backend of the CPU becomes ours.
+"""Entry point of vLLM's general plug-ins: its attention backend of the CPU becomes ours.
 
     vLLM starts a process ─► register() ─► CPU_ATTN is `hybrid_kv.vllm.backend.HybridBackend`
+                                       └► on CUDA, CUSTOM is one of `hybrid_kv.vllm.cuda`
 
 vLLM loads it in every process and gives it no configuration; settings are read where layers are
 made.
@@ -8,30 +9,62 @@ made.
 
 from __future__ import annotations
 
+from typing import Any
+
 from hybrid_kv.errors import BackendUnavailable
-from hybrid_kv.vllm.settings import CONNECTOR
+from hybrid_kv.vllm.settings import CONNECTOR, check_backend
 
 TRIED = ("0.32.0",)
 """Versions of vLLM whose interfaces were tried; they move from one to the next."""
+CUDA = "hybrid_kv.vllm.cuda"
 
 
 def register() -> None:
-    """Put our backend in the place of vLLM's on a CPU, and name our connector. May be called again.
+    """Put our backend in the place of vLLM's on a CPU, offer one on CUDA, and name our connector.
+    May be called again.
 
     Raises:
         BackendUnavailable: vLLM is of another version.
     """
     import vllm
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     from hybrid_kv.vllm.counters import publish
 
     check_version(vllm.__version__)
     register_backend(AttentionBackendEnum.CPU_ATTN, "hybrid_kv.vllm.backend.HybridBackend")
+    if current_platform.is_cuda():
+        kind = "Flash" if current_platform.has_device_capability(80) else "Triton"
+        register_backend(AttentionBackendEnum.CUSTOM, f"{CUDA}.{kind}PageBackend")
+        _watch_choice(current_platform)
     if CONNECTOR not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(CONNECTOR, "hybrid_kv.vllm.connector", CONNECTOR)
     publish()
+
+
+def _watch_choice(platform: Any) -> None:
+    """Refuse settings of ours where vLLM on CUDA takes another backend, which would not read them.
+
+    vLLM asks the platform for the backend of each layer, and has no hook of its own there.
+    """
+    stock = platform.get_attn_backend_cls
+    if getattr(stock, "watches", False):
+        return
+
+    def watched(selected: Any, attn_selector_config: Any, num_heads: int | None = None) -> Any:
+        from vllm.config import get_current_vllm_config
+
+        found = stock(selected, attn_selector_config, num_heads)
+        attends_all = not attn_selector_config.has_sliding_window
+        attends_all = attends_all and attn_selector_config.attn_type == "decoder"
+        if attends_all and not found.startswith(CUDA):
+            check_backend(get_current_vllm_config().additional_config, found)
+        return found
+
+    watched.watches = True  # type: ignore[attr-defined]
+    platform.get_attn_backend_cls = watched
 
 
 def check_version(version: str) -> None:

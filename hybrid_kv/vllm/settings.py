@@ -7,8 +7,11 @@ of vLLM that a selection does not serve are refused, with the ways out.
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Mapping
+from functools import cache
+from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ValidationError
@@ -16,10 +19,13 @@ from pydantic import BeforeValidator, ValidationError
 from hybrid_kv.config import Params, Tokens, budget_tokens, first_sentence
 from hybrid_kv.errors import ConfigError, UnsupportedModelError
 
+_log = logging.getLogger("vllm.hybrid_kv")
+
 KEY, VARIABLE = "hybrid_kv", "HYBRID_KV_VLLM"
 CONNECTOR = "HybridContexts"
 """The KV connector that writes keys by way of the layers, so that their indexes know of it."""
-METHODS = ("sketch",)
+METHODS = MappingProxyType({"cpu": ("sketch",), "cuda": ("quest",)})
+"""Methods that run on each of vLLM's platforms, first the one that is taken where none is named."""
 LEAST_SEARCHED, SEARCH_FROM = 4096, 4
 """Tokens that are searched at least, and over those that are found: else all are attended. It takes
 no longer then, and the index of longer contexts finds less in short ones."""
@@ -34,13 +40,14 @@ def _known_budget(value: object) -> str:
 
 class VllmSettings(Params):
     """method: "sketch": codes of the keys are searched, the best ranked exactly and attended, the
-    unread estimated from their moments; budget: entries that a query head attends beside sinks
+    unread estimated from their moments; "quest": the blocks whose smallest and largest keys promise
+    most are attended; budget: entries that a query head attends beside sinks
     and window, tokens, a share of the context such as 2%, or "all"; sink_tokens, window_tokens:
     the first and the newest tokens, always attended; audit_every: decode steps from one look of the
     audit to the next, 0 for none: a look attends one sequence of one layer exactly as well.
     """
 
-    method: Literal["sketch"] = "sketch"
+    method: Literal["sketch", "quest"] = "sketch"
     budget: Annotated[str, BeforeValidator(_known_budget)] = "128"
     sink_tokens: Tokens = 16
     window_tokens: Tokens = 256
@@ -53,11 +60,12 @@ class VllmSettings(Params):
         return budget_tokens(self.budget, context)
 
 
-def settings_of(additional_config: Any) -> VllmSettings | None:
+def settings_of(additional_config: Any, platform: str = "cpu") -> VllmSettings | None:
     """The settings that a user gave; None where there are none.
 
     Args:
         additional_config: vLLM's own; that in it comes before the environment.
+        platform: of METHODS.
 
     Raises:
         ConfigError: a setting is unknown or wrong.
@@ -78,26 +86,30 @@ def settings_of(additional_config: Any) -> VllmSettings | None:
         return None
     if not isinstance(given, Mapping):
         raise ConfigError(f"{where} must be a group of settings, got {given!r}; give {{}} or more")
-    method = given.get("method", METHODS[0])
-    if method not in METHODS:
+    methods = METHODS[platform]
+    method = given.get("method", methods[0])
+    if method not in methods:
         raise ConfigError(
-            f"{where}: method {method!r} does not run inside vLLM; those that do: "
-            f"{', '.join(METHODS)}"
+            f"{where}: method {method!r} does not run inside vLLM on {platform}; those that do: "
+            f"{', '.join(methods)}"
         )
     try:
-        return VllmSettings.model_validate(given)
+        return VllmSettings.model_validate({**given, "method": method})
     except ValidationError as error:
         raise ConfigError(f"{where}: {first_sentence(error)}") from None
 
 
-def search_range(settings: VllmSettings, context: int) -> tuple[int, int, int] | None:
+def search_range(
+    settings: VllmSettings, context: int, unit: int = 16
+) -> tuple[int, int, int] | None:
     """First token, number of tokens and top_k of the search of a context; None to attend all.
 
-    First and number are multiples of 16, as codes lie in blocks of so many keys.
+    Args:
+        unit: first and number are multiples of it, by default of the keys whose codes lie together.
     """
     top_k = settings.top_k(context)
-    first = -(-settings.sink_tokens // 16) * 16
-    count = (context - settings.window_tokens) // 16 * 16 - first
+    first = -(-settings.sink_tokens // unit) * unit
+    count = (context - settings.window_tokens) // unit * unit - first
     if top_k is None or count < max(SEARCH_FROM * top_k, LEAST_SEARCHED):
         return None
     return first, count, top_k
@@ -139,6 +151,11 @@ def check_config(config: Any) -> None:
             "decode_context_parallel_size must be 1 with hybrid_kv, which attends whole contexts, "
             f"got {parallel.decode_context_parallel_size}; leave it out, {_OFF}"
         )
+    if parallel.prefill_context_parallel_size > 1 or parallel.use_ubatching:
+        raise ConfigError(
+            "prefill_context_parallel_size must be 1 and a batch in one piece (no DBO) with "
+            f"hybrid_kv, which was not tried with either; leave them out, {_OFF}"
+        )
     if config.use_v2_model_runner:
         raise ConfigError(
             "vLLM's model runner must be V1 with hybrid_kv, which was not tried with V2; set "
@@ -148,6 +165,22 @@ def check_config(config: Any) -> None:
         raise UnsupportedModelError(
             "hybrid_kv inside vLLM does not serve models with recurrent layers, whose blocks vLLM "
             f"copies without a word; use another model, {_OFF}"
+        )
+
+
+def check_backend(additional_config: Any, found: str) -> None:
+    """Refuse settings on CUDA where vLLM attends with a backend that is not ours.
+
+    Args:
+        found: the class that vLLM has chosen.
+
+    Raises:
+        ConfigError: there are settings.
+    """
+    if settings_of(additional_config, "cuda") is not None:
+        raise ConfigError(
+            "attention_backend must be CUSTOM with hybrid_kv on CUDA, got "
+            f"{found.rpartition('.')[2]}; give --attention-backend CUSTOM, {_OFF}"
         )
 
 
@@ -169,3 +202,9 @@ def check_layer(alibi: object, shared_with: str | None) -> None:
                 f"hybrid_kv inside vLLM does not serve full attention with {what}; use another "
                 f"model, {_OFF}"
             )
+
+
+@cache
+def say_once(message: str, *, is_warning: bool = False) -> None:
+    """Log a sentence, once in a process."""
+    _log.log(logging.WARNING if is_warning else logging.INFO, message)

@@ -12,6 +12,7 @@ from hybrid_kv.vllm.plugin import TRIED, check_version
 from hybrid_kv.vllm.settings import (
     VARIABLE,
     VllmSettings,
+    check_backend,
     check_config,
     check_layer,
     search_range,
@@ -24,6 +25,21 @@ def test_without_settings_the_plug_in_is_off(monkeypatch: pytest.MonkeyPatch) ->
     assert settings_of({}) is None
     assert settings_of(None) is None
     assert settings_of({"hybrid_kv": {}}) == VllmSettings()
+
+
+def test_each_platform_has_methods_of_its_own() -> None:
+    assert settings_of({"hybrid_kv": {}}, "cuda") == VllmSettings(method="quest")
+    with pytest.raises(ConfigError, match=r"'quest' does not run inside vLLM on cpu; .*: sketch"):
+        settings_of({"hybrid_kv": {"method": "quest"}})
+    with pytest.raises(ConfigError, match=r"'sketch' does not run inside vLLM on cuda; .*: quest"):
+        settings_of({"hybrid_kv": {"method": "sketch"}}, "cuda")
+
+
+def test_settings_that_no_backend_reads_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    check_backend({}, "vllm.FlashAttentionBackend")
+    with pytest.raises(ConfigError, match=r"must be CUSTOM .*, got FlashAttentionBackend; give"):
+        check_backend({"hybrid_kv": {}}, "vllm.FlashAttentionBackend")
 
 
 def test_settings_come_from_the_environment_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,7 +58,10 @@ def test_settings_come_from_the_environment_too(monkeypatch: pytest.MonkeyPatch)
         ({"budget": "200%"}, "a budget must be a share of the context such as 5%"),
         ({"budget": "none"}, "a budget must be"),
         ({"sink_tokens": -1}, "sink_tokens: .*greater than or equal to 0, got -1"),
-        ({"method": "snapkv"}, "method 'snapkv' does not run inside vLLM; those that do: sketch"),
+        (
+            {"method": "snapkv"},
+            "method 'snapkv' does not run inside vLLM on cpu; those that do: sketch",
+        ),
         ("all", "must be a group of settings, got 'all'"),
     ],
 )
@@ -77,7 +96,11 @@ def config(**given: Any) -> Any:
         speculative_config=given.get("speculative"),
         kv_transfer_config=given.get("transfer"),
         cache_config=SimpleNamespace(cache_dtype=given.get("dtype", "auto")),
-        parallel_config=SimpleNamespace(decode_context_parallel_size=given.get("dcp", 1)),
+        parallel_config=SimpleNamespace(
+            decode_context_parallel_size=given.get("dcp", 1),
+            prefill_context_parallel_size=given.get("pcp", 1),
+            use_ubatching=given.get("dbo", False),
+        ),
         model_config=SimpleNamespace(is_hybrid=given.get("hybrid", False)),
         use_v2_model_runner=given.get("v2", False),
     )
@@ -94,6 +117,8 @@ def config(**given: Any) -> Any:
         ),
         ({"dtype": "fp8_e5m2"}, ConfigError, "kv_cache_dtype must be auto .*, got fp8_e5m2"),
         ({"dcp": 2}, ConfigError, "decode_context_parallel_size must be 1"),
+        ({"pcp": 2}, ConfigError, "prefill_context_parallel_size must be 1"),
+        ({"dbo": True}, ConfigError, "a batch in one piece"),
         ({"v2": True}, ConfigError, "must be V1 .* VLLM_USE_V2_MODEL_RUNNER=0"),
         ({"hybrid": True}, UnsupportedModelError, "models with recurrent layers"),
     ],
