@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -148,15 +149,16 @@ def evaluate(
     asked: ContestOptions,
     options: ContestModelOptions,
     folder: Annotated[
-        Path,
+        Path | None,
         typer.Option(
             "--output",
             "-o",
             metavar="FOLDER",
-            help="Where results go; one that is there is continued.",
+            help="Where results go; one that is there is continued. [dim]default: tables are "
+            "printed, and nothing is kept[/]",
             rich_help_panel="Output",
         ),
-    ],
+    ] = None,
     ray: Annotated[
         str | None,
         typer.Option(
@@ -172,10 +174,12 @@ def evaluate(
 
     check_target(output)
     arguments = _arguments(model, asked, options)
-    if ray is None:
-        report = _run(arguments, folder, output)
-    else:
-        report = _run_on_cluster(ray, arguments, options.plugins or (), folder, output)
+    with TemporaryDirectory(prefix="hybrid-kv-eval-") as unkept:
+        path = folder or Path(unkept)
+        if ray is None:
+            report = _run(arguments, path, output)
+        else:
+            report = _run_on_cluster(ray, arguments, options.plugins or (), path, output)
     _print(report, folder, output)
     if report.interrupted:
         raise typer.Exit(INTERRUPTED)
@@ -323,7 +327,7 @@ def _written(
     return report
 
 
-def _print(report: EvalReport, folder: Path, output: OutputOptions) -> None:
+def _print(report: EvalReport, folder: Path | None, output: OutputOptions) -> None:
     from hybrid_kv.cli.display import Column, console, note, print_columns
     from hybrid_kv.report.evaluation import sheets
 
@@ -342,7 +346,10 @@ def _print(report: EvalReport, folder: Path, output: OutputOptions) -> None:
     for row in report.rows:
         if row.error is not None and not row.refused:
             note(f"{row.method} {row.budget or ''} on {row.task}: {row.error}", output)
-    note(f"{folder}: results.csv, results.json, index.html", output)
+    if folder is not None:
+        note(f"{folder}: results.csv, results.json, index.html", output)
+    else:
+        note("nothing was kept; --output FOLDER keeps results, and goes on with them", output)
 
 
 @contextmanager

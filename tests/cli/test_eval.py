@@ -55,6 +55,21 @@ def test_a_run_leaves_a_table_a_report_and_a_page(done: Any) -> None:
     assert "2 of 2: passkey:records=5 at 301, context 1" in result.stderr
 
 
+def test_without_a_folder_the_tables_are_printed_and_nothing_is_kept(
+    done: Any, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    monkeypatch.chdir(tmp_path)
+    result = call("eval", model, *FEW, *BUDGET)
+    assert result.exit_code == 0, result.output
+    table, timeless = result.stdout.splitlines()[0], done[1].stdout.splitlines()[0]
+    assert table == timeless
+    assert "streaming_llm" in result.stdout
+    assert "nothing was kept; --output FOLDER keeps results" in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_second_run_measures_nothing_and_writes_the_same(done: Any, model: Path) -> None:
     folder, _ = done
     before = results(folder)

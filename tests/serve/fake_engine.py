@@ -45,6 +45,7 @@ class FakeEngine:
         self.seen: list[Request] = []
         self.ended: Counter[str] = Counter()
         self.fails: Exception | None = None
+        self.times_out_at: int | None = None  # tokens
         self.places = [(1, 0.5), (3, 0.25)]
         self.errors = [TokenError.of(0.0, 0.0, 0.0)]
         self._tickets: list[RequestHandle] = []
@@ -72,6 +73,9 @@ class FakeEngine:
             sleep(self.pace_s)
             if ticket.is_cancelled:
                 reason = "cancelled"
+                break
+            if number == self.times_out_at:
+                reason = "timeout"
                 break
             idx = request.ids[number % total]
             if idx in request.end_ids:

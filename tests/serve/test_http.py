@@ -9,6 +9,7 @@ from itertools import chain
 from typing import Any
 
 import httpx
+import openai
 import pytest
 
 from hybrid_kv.api import LLM
@@ -17,7 +18,7 @@ from hybrid_kv.serve import Limits
 from hybrid_kv.serve.http.app import Rules
 from tests.serve.asking import until
 from tests.serve.fake_engine import FakeEngine
-from tests.serve.running import serving
+from tests.serve.running import Running, serving
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 TEXT = "the river. key 3f a0: 11"
@@ -459,6 +460,62 @@ def test_a_full_queue_says_when_to_come_back(client: httpx.Client, engine: FakeE
     assert client.post(COMPLETIONS, json=completion()).status_code in (200, 429)
     engine.drain(5)
     assert engine.ended["cancelled"] == 8  # those of the refused request did not go on
+
+
+OUT_OF_TIME = (
+    "the request ran out of time after 2 tokens; ask for fewer or raise the server's --timeout"
+)
+
+
+@pytest.mark.parametrize(("path", "body"), [(CHAT, chat()), (COMPLETIONS, completion())])
+def test_an_answer_that_time_has_cut_is_an_error_with_what_had_come(
+    client: httpx.Client, engine: FakeEngine, path: str, body: dict[str, Any]
+) -> None:
+    engine.times_out_at = 2
+    whole = client.post(path, json=body)
+    assert whole.status_code == 504
+    assert whole.headers["x-should-retry"] == "false"
+    error = whole.json()["error"]
+    assert (error["message"], error["code"], error["type"]) == (
+        *(OUT_OF_TIME, "timeout"),
+        "server_error",
+    )
+    *chunks, last = events(client.post(path, json={**body, "stream": True}).text)
+    assert last["error"] == {name: error[name] for name in error if name != "partial"}
+    (said,) = error["partial"]
+    given = [chunk["choices"][0] for chunk in chunks]
+    assert said == "".join(
+        one.get("text", one.get("delta", {}).get("content", "")) for one in given
+    )
+    assert said
+    assert {one["finish_reason"] for one in given} == {None}
+    engine.times_out_at = 0
+    never = client.post(path, json=body)
+    assert never.status_code == 504
+    assert "ran out of time before its first token" in refusal(never)["message"]
+
+
+def test_openais_client_raises_when_time_has_cut_an_answer(
+    server: Running, engine: FakeEngine
+) -> None:
+    engine.times_out_at = 2
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
+    asked: dict[str, Any] = {"model": "tiny", "messages": MESSAGES, "max_tokens": 4}
+    with pytest.raises(openai.InternalServerError, match="ran out of time after 2 tokens"):
+        client.chat.completions.create(**asked)
+    assert len(engine.seen) == 1, "it is not asked again"
+    texts: list[str] = []
+    stream = client.chat.completions.create(**asked, stream=True)
+    with pytest.raises(openai.APIError, match="ran out of time after 2 tokens"):
+        texts.extend(chunk.choices[0].delta.content or "" for chunk in stream)
+    assert "".join(texts)
+    response = client.responses.create(model="tiny", input="the river", max_output_tokens=4)
+    assert (response.status, response.incomplete_details) == ("failed", None)
+    assert response.error is not None
+    assert response.error.message == OUT_OF_TIME
+    assert response.output_text == "".join(texts)
+    *_, end = client.responses.create(model="tiny", input="the river", stream=True)
+    assert end.type == "response.failed"
 
 
 @pytest.mark.parametrize(

@@ -52,14 +52,18 @@ async def gathered(
     """
     with service.submitted(order) as tickets:
         answers = await unless_left(http, read_all(tickets))
+    ends = [end for _, end in answers]
+    for end in ends:
+        service.ended(end)
+    if failed := [end for end in ends if end.reason in FAILED]:
+        made = sum(end.usage.completion_tokens for end in ends)
+        partial = [text_of(tokens) for tokens, _ in answers]
+        raise ended_early(failed[0].reason, failed[0].error, made, partial)
     choices = []
     for number, (form, (tokens, end)) in enumerate(zip(forms, answers, strict=True)):
-        check_end(tokens, end)
-        service.ended(end)
         choice = {"index": number, **form.whole(tokens, finish_of(end.reason))}
         own = {"hybrid_kv": report_of(end, errors_of(tokens))} if extended else {}
         choices.append({**choice, **own})
-    ends = [end for _, end in answers]
     usage = _usage(order, ends)
     return JSONResponse({**_head(service, order, forms[0].name), "choices": choices, **usage})
 
@@ -103,10 +107,8 @@ async def _left(http: HttpRequest) -> None:
         pass
 
 
-def check_end(tokens: Sequence[Token], end: Finished) -> None:
-    """Raises ApiError for an end that is no answer; what came before time ran out is one."""
-    if end.reason in ("error", "cancelled") or (end.reason == "timeout" and not tokens):
-        raise ended_early(end.reason, end.error)
+FAILED = ("error", "cancelled", "timeout")
+"""Reasons of an end that is none of an answer: clients take 'length' for what they asked for."""
 
 
 def _usage(order: ParsedRequest, ends: Sequence[Finished]) -> Json:
@@ -194,10 +196,9 @@ async def _chunks(
             case Finished():
                 ends[number] = happened
                 service.ended(happened)
-                any_token = happened.usage.completion_tokens > 0
-                failed = happened.reason in ("error", "cancelled")
-                if failed or (happened.reason == "timeout" and not any_token):
-                    yield event(ended_early(happened.reason, happened.error).body)
+                if happened.reason in FAILED:
+                    made = happened.usage.completion_tokens
+                    yield event(ended_early(happened.reason, happened.error, made).body)
                     return
                 report = report_of(happened, errors[number]) if extended else None
                 for piece in _last_chunks(forms[number], held[number], happened, report):
@@ -391,7 +392,7 @@ def text_of(tokens: Sequence[Token]) -> str:
 
 
 def finish_of(reason: Reason) -> str:
-    """In the interface's words, which have none for the end of time: `hybrid_kv` has."""
+    """In the interface's words, of an end that is not `FAILED`."""
     return "stop" if reason == "stop" else "length"
 
 

@@ -16,7 +16,6 @@ from starlette.responses import JSONResponse, Response
 from hybrid_kv.serve.http.answers import (
     EventStream,
     Json,
-    check_end,
     errors_of,
     event,
     merged,
@@ -212,7 +211,8 @@ async def answer_response(service: Service, asked: ResponsesRequest, http: HttpR
         return EventStream(service, tickets, _events(service, made, tickets))
     with service.submitted(order) as tickets:
         ((tokens, end),) = await unless_left(http, read_all(tickets))
-    check_end(tokens, end)
+    if end.reason in ("error", "cancelled") or not tokens:
+        raise ended_early(end.reason, end.error)
     service.ended(end)
     for _ in made.add(text_of(tokens)):
         pass
@@ -291,15 +291,19 @@ class ResponseForm:
         Args:
             end: of its request, when it has ended. errors: of its tokens, see `errors_of`.
         """
-        asked, cut = self._asked, end is not None and end.reason != "stop"
-        status = "in_progress" if end is None else "incomplete" if cut else "completed"
-        reason = {"reason": "max_output_tokens"} if cut else None
+        asked, reason, error = self._asked, None, None
+        status = "in_progress" if end is None else "completed"
+        if end is not None and end.reason == "timeout":
+            why = ended_early(end.reason, end.error, end.usage.completion_tokens)
+            status, error = "failed", {"code": "server_error", "message": why.message}
+        elif end is not None and end.reason != "stop":
+            status, reason = "incomplete", {"reason": "max_output_tokens"}
         made: dict[str, Any] = {
             "id": self._ident,
             "object": "response",
             "created_at": self._created,
             "status": status,
-            "error": None,
+            "error": error,
             "incomplete_details": reason,
             "model": self._model,
             "output": self._output,

@@ -48,20 +48,24 @@ _NEVER_AGAIN = {"x-should-retry": "false"}
 
 @dataclass
 class ApiError(Exception):
-    """A refusal: status, one sentence, the parameter that is wrong and a word for programs."""
+    """A refusal: status, one sentence, the parameter that is wrong and a word for programs.
+
+    partial: texts of the choices as far as they had come; None where none had begun.
+    """
 
     status: int
     message: str
     param: str | None = None
     code: str | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
+    partial: list[str] | None = None
 
     @property
     def body(self) -> dict[str, Any]:
         usual = "invalid_request_error" if self.status < 500 else "server_error"
         kind = _TYPES.get(self.status, usual)
         error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
-        return {"error": error}
+        return {"error": error if self.partial is None else {**error, "partial": self.partial}}
 
     def response(self) -> Response:
         """The whole answer."""
@@ -91,17 +95,25 @@ def api_error(error: Exception) -> ApiError:
     return ApiError(500, message, code="internal_error", headers=_NEVER_AGAIN)
 
 
-def ended_early(reason: str, error: HybridKVError | None) -> ApiError:
-    """Of a request that ended without an answer: by an error, out of time, or cancelled."""
+def ended_early(
+    reason: str, error: HybridKVError | None, tokens: int = 0, partial: list[str] | None = None
+) -> ApiError:
+    """Of a request that ended without its answer: by an error, out of time, or cancelled.
+
+    Args:
+        tokens: that it had given. partial: their texts, where they have not gone out.
+    """
     if error is not None:
         return api_error(error)
     if reason == "timeout":
+        when = f"after {tokens:,} tokens" if tokens else "before its first token"
+        way = "ask for fewer" if tokens else "shorten the prompt"
         return ApiError(
             504,
-            "the request ran out of time before its first token; shorten the prompt or raise the "
-            "server's --timeout",
+            f"the request ran out of time {when}; {way} or raise the server's --timeout",
             code="timeout",
             headers=_NEVER_AGAIN,
+            partial=partial if tokens else None,
         )
     return ApiError(503, "the server is shutting down; ask again later", code="shutting_down")
 
