@@ -52,6 +52,10 @@ class StepCounts:
     """
 
     def __init__(self, path: Path | None = None) -> None:
+        self.begin(path)
+
+    def begin(self, path: Path | None) -> None:
+        """Begin at zero, in another file; None for memory."""
         shape = (len(FIELDS),)
         self._values = (
             np.zeros(shape)
@@ -74,11 +78,18 @@ _PLACES = {name: place for place, name in enumerate(FIELDS)}
 @cache
 def process_counts() -> StepCounts:
     """Counts of this process, in the folder where there is one."""
+    counts = StepCounts(_own_file())
+    # Layers hold it, and a forked process would write to its parent's file: two who add at once.
+    os.register_at_fork(after_in_child=lambda: counts.begin(_own_file()))
+    return counts
+
+
+def _own_file() -> Path | None:
     folder = os.environ.get(FOLDER)
     if folder is None:
-        return StepCounts()
+        return None
     Path(folder).mkdir(mode=0o700, exist_ok=True)
-    return StepCounts(Path(folder) / f"{os.getpid()}-{secrets.token_hex(4)}")
+    return Path(folder) / f"{os.getpid()}-{secrets.token_hex(4)}"
 
 
 def totals(folder: Path) -> dict[str, float]:

@@ -171,6 +171,29 @@ def test_processes_are_added_up(tmp_path: Path) -> None:
     assert text.count("# TYPE vllm:hybrid_kv_") == len(FIELDS)
 
 
+FORKING = """
+import os
+from hybrid_kv.vllm.counters import process_counts
+held = process_counts()
+held.add(decodes=3)
+if os.fork() == 0:
+    held.add(decodes=4)
+    os._exit(0)
+os.wait()
+print(held["decodes"])
+"""
+
+
+def test_a_forked_process_counts_for_itself(tmp_path: Path) -> None:
+    folder = tmp_path / "counters"
+    environment = {**os.environ, FOLDER: str(folder)}
+    run = subprocess.run(
+        [sys.executable, "-c", FORKING], check=True, env=environment, capture_output=True, text=True
+    )
+    assert float(run.stdout) == 3
+    assert totals(folder)["decodes"] == 7
+
+
 PUBLISHER = """
 import os
 from hybrid_kv.vllm.counters import FOLDER, process_counts, publish
