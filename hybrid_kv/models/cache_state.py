@@ -299,7 +299,7 @@ class CacheState:
         return new
 
 
-_KINDS = ("conv", "recurrent")
+STATE_KINDS = ("conv", "recurrent")
 
 
 def is_fixed(layer: Any) -> TypeGuard[LinearAttentionLayer]:
@@ -319,32 +319,10 @@ def states_of(layer: Any) -> dict[str, Tensor]:
     """
     return {
         f"{kind}-{number}": state
-        for kind in _KINDS
+        for kind in STATE_KINDS
         for number, state in getattr(layer, f"{kind}_states", {}).items()
         if state is not None
     }
-
-
-def check_states(layer: LinearAttentionLayer, states: Mapping[str, Tensor]) -> None:
-    """Raises ValueError unless a layer can go on from states, of one row and named as it does."""
-    numbers = range(layer.number_of_states)
-    known = {f"{kind}-{number}" for kind in _KINDS for number in numbers}
-    if not states or not known.issuperset(states):
-        raise ValueError(f"states must be of {', '.join(sorted(known))}, got {', '.join(states)}")
-    if any(state.shape[:1] != (1,) for state in states.values()):
-        raise ValueError("states must be of one row")
-
-
-def take_states(
-    layer: LinearAttentionLayer, states: Mapping[str, Tensor], device: torch.device
-) -> None:
-    """Lets an empty layer go on from states, which are copied to a device; see `check_states`."""
-    for name, state in states.items():
-        kind, _, number = name.partition("-")
-        given: Any = {f"{kind}_states": state.to(device)}
-        layer.lazy_initialization(**given, state_idx=int(number))
-        getattr(layer, f"{kind}_states")[int(number)].copy_(state)
-        layer.has_previous_state[int(number)] = True
 
 
 def stuck_layers(layers: list[Any]) -> Iterator[int]:

@@ -46,7 +46,8 @@ class BlockWriter:
             OSError: it cannot be written.
         """
         whole = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
-        data = memoryview(save(whole, dict(meta or {})))
+        # Of no tensors and empty metadata safetensors makes a header that it cannot read.
+        data = memoryview(save(whole, dict(meta or {}) if whole else None))
         begin = 8 + int.from_bytes(data[:8], "little")
         header = bytes(data[8:begin]) + b" " * (-begin % _ALIGNMENT)  # the format lets it be longer
         self._write(name, len(header).to_bytes(8, "little") + header, data[begin:])

@@ -136,8 +136,7 @@ class SavedWindow(SavedPart):
 
 
 class SavedState(SavedPart):
-    """A layer whose state has one size at any context, transformers' own: the state of all tokens
-    of the context, as it is.
+    """A layer that is transformers' own, as it is after all tokens; see `own_layers`.
 
     states: block.
     """

@@ -12,12 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.cache_utils import LinearAttentionLayer
 
 from hybrid_kv.errors import ConfigError, FileFormatError, OtherContextError
 from hybrid_kv.index._base import SavedIndex
 from hybrid_kv.models.cache_layers import HybridLayer, SlidingLayer
-from hybrid_kv.models.cache_state import check_states, is_fixed, take_states
 from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.ops.tail import Tail, sizes_of_moments
 from hybrid_kv.plugins import Placement
@@ -37,6 +35,7 @@ from hybrid_kv.saved.manifest import (
     read_manifest,
     unreadable,
 )
+from hybrid_kv.saved.own_layers import check_tensors, is_own, take_tensors
 from hybrid_kv.store.live_index import IndexRefresh
 
 VERIFIED_BYTES = 256 * 2**20
@@ -71,9 +70,7 @@ class _Content(NamedTuple):
             assert isinstance(sliding, SlidingLayer)
             sliding.take(k, v, window.length, device)
         for state, tensors in self.states:
-            fixed = cache.layers[state.layer_idx]
-            assert is_fixed(fixed)
-            take_states(fixed, tensors, device)
+            take_tensors(cache.layers[state.layer_idx], tensors, device)
 
 
 @torch.no_grad()
@@ -131,10 +128,13 @@ def _read(
         for name in manifest.blocks:
             manifest.path_of(root, name)
         opened = _read_text(root, manifest)
-        kinds = {number: type(layer) for number, layer in enumerate(cache.layers)}
+        kinds = {
+            number: SavedState if is_own(layer) else type(layer)
+            for number, layer in enumerate(cache.layers)
+        }
         saved_kinds: dict[int, type] = {saved.layer_idx: HybridLayer for saved in manifest.layers}
         saved_kinds |= {saved.layer_idx: SlidingLayer for saved in manifest.windows}
-        saved_kinds |= {saved.layer_idx: LinearAttentionLayer for saved in manifest.states}
+        saved_kinds |= {saved.layer_idx: SavedState for saved in manifest.states}
         if saved_kinds != kinds or manifest.num_layers != len(kinds):
             raise ValueError("it has other layers than the model")
         for name in manifest.blocks if verify else ():
@@ -146,9 +146,7 @@ def _read(
             assert isinstance(sliding, SlidingLayer)
             windows.append((window, *reader.window(window, sliding)))
         for state in manifest.states:
-            fixed = cache.layers[state.layer_idx]
-            assert is_fixed(fixed)
-            states.append((state, reader.states(state, fixed)))
+            states.append((state, reader.states(state, cache.layers[state.layer_idx])))
         layers = [(saved, reader.layer(saved)) for saved in manifest.layers]
         return _Content(opened, layers, windows, states)
 
@@ -241,10 +239,11 @@ class _Reader:
             raise ValueError(f"the window of layer {saved.layer_idx} has not what it should")
         return k, v
 
-    def states(self, saved: SavedState, layer: LinearAttentionLayer) -> dict[str, Tensor]:
-        """The states of a fixed size of one row, by name."""
+    def states(self, saved: SavedState, layer: Any) -> dict[str, Tensor]:
+        """What a layer that is transformers' own holds, by name."""
         tensors, _ = mapped(_check(self._root, self._manifest, saved.states))
-        check_states(layer, tensors)
+        manifest = self._manifest
+        check_tensors(layer, tensors, manifest.num_tokens, getattr(torch, manifest.dtype))
         return tensors
 
     def _keys_and_values(self, saved: SavedLayer) -> tuple[Tensor, Tensor]:

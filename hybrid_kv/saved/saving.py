@@ -17,7 +17,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hybrid_kv.errors import ConfigError
 from hybrid_kv.index._base import SavedIndex
 from hybrid_kv.models.cache_layers import HybridLayer, SlidingLayer
-from hybrid_kv.models.cache_state import is_fixed, states_of
 from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.plugins import Index
 from hybrid_kv.runtime.snapshot import ExtentSnapshot, LayerSnapshot
@@ -46,6 +45,7 @@ from hybrid_kv.saved.manifest import (
     SavedWindow,
     write_manifest,
 )
+from hybrid_kv.saved.own_layers import is_own, tensors_of
 from hybrid_kv.store.live_index import IndexRefresh
 from hybrid_kv.types import Needs
 
@@ -159,11 +159,11 @@ def _audited(cache: TieredCache) -> SavedAudit | None:
 def check_layers(cache: TieredCache) -> None:
     """Raises ConfigError where a layer has state that no file holds."""
     for number, layer in enumerate(cache.layers):
-        if not isinstance(layer, HybridLayer | SlidingLayer) and not is_fixed(layer):
+        if not isinstance(layer, HybridLayer | SlidingLayer) and not is_own(layer):
             raise ConfigError(
-                f"layer {number} must be one of full attention, of a sliding window or of linear "
-                f"attention to be saved, got a {type(layer).__name__}, whose state the file format "
-                "does not hold; keep the context in memory"
+                f"layer {number} must be one of full attention, of a sliding window, of linear "
+                f"attention or of both to be saved, got a {type(layer).__name__}, whose state the "
+                "file format does not hold; keep the context in memory"
             )
 
 
@@ -179,8 +179,8 @@ def write_layer(
     layer = cache.layers[layer_idx]
     if isinstance(layer, SlidingLayer):
         return _write_window(writer, layer_idx, layer)
-    if is_fixed(layer):
-        block = writer.tensors(f"layer-{layer_idx:04d}-states.safetensors", states_of(layer))
+    if is_own(layer):
+        block = writer.tensors(f"layer-{layer_idx:04d}-states.safetensors", tensors_of(layer))
         return SavedState(layer_idx=layer_idx, states=block)
     return _write_held(writer, layer_idx, LayerSnapshot.of(cache.kv.stores[layer_idx]), compress)
 

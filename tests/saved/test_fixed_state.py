@@ -1,4 +1,4 @@
-"""Contexts of models whose other layers keep one state for all tokens: linear attention."""
+"""Contexts of models whose other layers keep one state for all tokens: linear attention, Mamba."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import hybrid_kv as hkv
 from hybrid_kv.api.building import build_context
 from hybrid_kv.errors import ConfigError, FileFormatError
-from hybrid_kv.models.cache_state import is_fixed, states_of
 from hybrid_kv.saved.file_blocks import hash_of
 from hybrid_kv.saved.manifest import read_manifest
+from hybrid_kv.saved.own_layers import is_own, tensors_of
 from tests.contracts.architectures import scale_weights
-from tests.contracts.edges.further_models import further_config
+from tests.contracts.edges.further_models import MAMBA, further_config
 from tests.kit import cache_of
 from tests.models.folder import WORDS
 from tests.saved.scene import SMALL, TEXT, TOKENS, blocks_of, flip, loaded, rewrite
@@ -28,7 +28,22 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3_next": {"layer_types": ["linear_attention", "linear_attention", "full_attention"]},
     "lfm2": {"layer_types": ["full_attention", "conv", "full_attention", "conv"]},
     "bamba": {"attn_layer_indices": [1]},
+    "jamba": {"attn_layer_period": 3},
+    "granitemoehybrid": {
+        **MAMBA,
+        "layer_types": ["mamba", "attention", "mamba"],
+        "shared_intermediate_size": 24,
+    },
+    "nemotron_h": {
+        "layers_block_type": ["mamba", "attention", "mlp", "mamba"],
+        **{"mamba_num_heads": 4, "mamba_head_dim": 24, "ssm_state_size": 8, "n_groups": 1},
+        **{"chunk_size": 8, "head_dim": 8},
+    },
+    "falcon_h1": {},
+    "zamba2": {"layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"]},
 }
+WHOLE = {"bamba", "jamba", "granitemoehybrid", "nemotron_h", "falcon_h1", "zamba2"}
+"""Models of Mamba, whose layers take a prompt whole."""
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -37,7 +52,9 @@ def plain(request: pytest.FixtureRequest) -> PreTrainedModel:
     config = further_config(
         request.param,
         vocab_size=len(WORDS),
-        num_hidden_layers=len(changes.get("layer_types", [0, 1, 2])),
+        num_hidden_layers=len(
+            changes.get("layer_types", changes.get("layers_block_type", [0, 1, 2]))
+        ),
         max_position_embeddings=4096,
         **changes,
     )
@@ -56,8 +73,8 @@ def states(context: hkv.Context) -> dict[str, torch.Tensor]:
     return {
         f"{number}-{name}": state.clone()
         for number, layer in enumerate(cache_of(context).layers)
-        if is_fixed(layer)
-        for name, state in states_of(layer).items()
+        if is_own(layer)
+        for name, state in tensors_of(layer).items()
     }
 
 
@@ -98,7 +115,7 @@ def test_a_fork_goes_on_alone(plain: PreTrainedModel, tmp_path: Path) -> None:
 
 
 def test_a_build_that_was_interrupted_goes_on(plain: PreTrainedModel, tmp_path: Path) -> None:
-    if plain.config.model_type == "bamba":
+    if plain.config.model_type in WHOLE:
         pytest.skip("layers of Mamba take a prompt whole")
     with loaded(plain, "hybrid", **HYBRID) as llm:
         expected = answers(llm.context(TEXT))
@@ -166,3 +183,28 @@ def test_damaged_states_are_refused(plain: PreTrainedModel, tmp_path: Path) -> N
         rewrite(path, lambda content: content["states"].pop())
         with pytest.raises(FileFormatError, match="other layers than the model"):
             llm.open(path)
+
+
+def test_damaged_keys_beside_a_state_are_refused(plain: PreTrainedModel, tmp_path: Path) -> None:
+    if plain.config.model_type != "falcon_h1":
+        pytest.skip("no layer has both, or it is tried with another model")
+    with loaded(plain, "hybrid", **HYBRID) as llm:
+        path = tmp_path / "a.hkv"
+        llm.context(TEXT).save(path)
+        block = read_manifest(path).states[1].states
+        file = blocks_of(path) / block
+        whole = load_file(file)
+        for wrong, sentence in (
+            ({**whole, "values": whole["values"][:, :, 1:].clone()}, "must be of .* tokens, got"),
+            ({**whole, "keys": whole["keys"].half()}, "must be torch.float32, got torch.float16"),
+            ({name: x for name, x in whole.items() if name != "keys"}, "it lacks 'keys'"),
+        ):
+            save_file(wrong, file)
+            rewrite(
+                path,
+                lambda content: content["blocks"].update(
+                    {block: {"num_bytes": file.stat().st_size, "sha256": hash_of(file)}}
+                ),
+            )
+            with pytest.raises(FileFormatError, match=sentence):
+                llm.open(path)

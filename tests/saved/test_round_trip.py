@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import LinearAttentionAndFullAttentionLayer
+from transformers.cache_utils import LinearAttentionAndSlidingWindowAttentionLayer
 
 import hybrid_kv as hkv
 from hybrid_kv.errors import ConfigError, FileFormatError
@@ -316,8 +316,10 @@ def test_a_window_that_does_not_fit_is_refused(tmp_path: Path) -> None:
 def test_layers_that_no_file_holds_are_refused(plain: PreTrainedModel, tmp_path: Path) -> None:
     with loaded(plain, "full") as llm:
         context = llm.context("oak")
-        cache_of(context).layers[1] = LinearAttentionAndFullAttentionLayer()
-        with pytest.raises(ConfigError, match=r"layer 1 must be .* got a LinearAttentionAndFull"):
+        cache_of(context).layers[1] = LinearAttentionAndSlidingWindowAttentionLayer(8)
+        with pytest.raises(
+            ConfigError, match=r"layer 1 must be .* got a LinearAttentionAndSliding"
+        ):
             context.save(tmp_path / "a.hkv")
     assert list(tmp_path.iterdir()) == []
 

@@ -31,7 +31,7 @@ _EXPERTS: dict[str, Any] = {
 }
 _UNGROUPED = {"num_key_value_heads": 6}
 _SLIDING = {"sliding_window": 12, "layer_types": ["sliding_attention", "full_attention"]}
-_MAMBA = {
+MAMBA = {
     "mamba_n_heads": 4,
     "mamba_d_head": 24,
     "mamba_d_state": 8,
@@ -53,7 +53,7 @@ _GATED_DELTA: dict[str, Any] = {
 FURTHER: dict[str, dict[str, Any]] = {
     "apertus": {},
     "arcee": {},
-    "bamba": {**_MAMBA, "attn_layer_indices": [1]},
+    "bamba": {**MAMBA, "attn_layer_indices": [1]},
     "bitnet": {},
     "cohere": {"logit_scale": 1.0},
     "cohere2": {**_SLIDING, "logit_scale": 1.0},
@@ -67,7 +67,7 @@ FURTHER: dict[str, dict[str, Any]] = {
     "ernie4_5": {},
     "ernie4_5_moe": {**_EXPERTS, "moe_num_experts": 4, "moe_k": 2},
     "exaone4": _SLIDING,
-    "falcon_h1": {**_MAMBA, "mamba_d_ssm": 96},
+    "falcon_h1": {**MAMBA, "mamba_d_ssm": 96},
     "flex_olmo": _EXPERTS,
     "gemma": {"head_dim": 8},
     "gemma4_text": {
