@@ -68,18 +68,18 @@ def counted() -> Counted:
 
 
 @pytest.mark.usefixtures("every_block")
-@pytest.mark.parametrize("name", ["llama", "gemma", "gpt_oss"])
+@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
 def test_tokens_are_vllms_where_every_block_is_chosen(
     folders: dict[str, Path], name: str, counted: Counted
 ) -> None:
     """Mixed steps, chunks, windows beside full attention, and sinks that are weights."""
-    asked = prompts([66, 100, 5], seed=3)
+    asked = prompts([66, 70], seed=3)
     stock = tokens(attended_by(STOCK, folders[name], None), asked, count=3)
     ours = tokens(attended_by(OURS, folders[name], {"budget": "1"}), asked, count=3)
     assert ours == stock
     full = 2 if name == "llama" else 1
     counts = counted()
-    assert counts["decodes"] == full * 6
+    assert counts["decodes"] == full * 4
     assert counts["searched_decodes"] == full * 4
 
 
@@ -96,17 +96,17 @@ def test_preempted_and_shared_blocks_are_chosen_by_their_new_keys(
         return stock(self, *args, **kwargs)
 
     monkeypatch.setattr(Scheduler, "_preempt_request", preempt)
-    few = {"num_gpu_blocks_override": 8, "max_model_len": 160}
-    asked = prompts([93, 94], seed=4)
-    again = [{"prompt_token_ids": asked[0]["prompt_token_ids"][:64] + [3] * 6}]
+    few = {"num_gpu_blocks_override": 6, "max_model_len": 128}
+    asked = prompts([62, 63], seed=4)
+    again = [{"prompt_token_ids": asked[0]["prompt_token_ids"][:32] + [3] * 40}]
     both = []
     for backend, settings in ((STOCK, None), (OURS, {})):
         llm = attended_by(backend, folders["llama"], settings, **few)
-        both.append(tokens(llm, asked, count=8) + tokens(llm, again, count=3))
+        both.append(tokens(llm, asked, count=6) + tokens(llm, again, count=3))
         del llm
     assert both[1] == both[0]
     assert len(preempted) >= 2
-    assert counted()["searched_decodes"] > 20
+    assert counted()["searched_decodes"] > 12
 
 
 def test_less_is_read_and_the_audit_says_what_is_missed(
