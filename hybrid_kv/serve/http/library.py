@@ -206,10 +206,11 @@ class Library:
             return None
         path = self._path(ident, "jsonl")
         try:
-            if path.exists():
+            if (
+                path.exists()
+            ):  # its stamp is another one now: it is read again, with those of others
                 with path.open("ab", buffering=0) as file:
                     file.write(_line(turn))
-                document.stamp = None  # another server may have added one too: read again
             else:
                 self._written(document)
         except (OSError, ApiError) as error:
