@@ -277,7 +277,11 @@ def serve(
                 print(json.dumps(facts), flush=True)
             note(f"serving {service.name} at {url} (page), {url}/v1; Ctrl-C ends it", told)
             if rules.api_key is None and rules.hosts is None:
-                note("whoever reaches this address may ask: --api-key asks for a key", told)
+                note(
+                    "whoever reaches this address may ask, and read what others asked on the "
+                    "page: --api-key asks for a key",
+                    told,
+                )
 
         server = Server(app, service, started, lambda ending: note(_farewell(ending), told))
         with _requests_logged(output):

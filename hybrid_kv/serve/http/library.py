@@ -206,9 +206,7 @@ class Library:
             return None
         path = self._path(ident, "jsonl")
         try:
-            if (
-                path.exists()
-            ):  # its stamp is another one now: it is read again, with those of others
+            if path.exists():  # it grows: the next look reads it again, with answers of others
                 with path.open("ab", buffering=0) as file:
                     file.write(_line(turn))
             else:
