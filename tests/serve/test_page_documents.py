@@ -49,6 +49,7 @@ def test_each_document_has_its_own_conversation(page: Any, engine: FakeEngine) -
     switch(page, names[1])
     assert questions(page) == ["? key 3f a0"]
     assert page.inner_text("#text") == DOCUMENT
+    page.wait_for_selector("#documents [aria-current]:has-text('1 question')")
     facts = page.inner_text("#documents [aria-current] small").split(" · ")
     assert (facts[0], facts[2]) == ("112 tokens", "1 question")
     ask(page, "and then")
@@ -57,7 +58,7 @@ def test_each_document_has_its_own_conversation(page: Any, engine: FakeEngine) -
     page.click("#documents button:has-text('New document')")
     ask(page, "the river")
     assert len(engine.seen[-1].ids) < 20, "no document stands before it"
-    assert "1 question" in page.inner_text("#documents [aria-current]")
+    page.wait_for_selector("#documents [aria-current]:has-text('1 question')")
 
 
 def test_a_reload_and_a_second_tab_find_document_and_answers(page: Any, server: Running) -> None:
@@ -99,6 +100,7 @@ def test_a_document_is_removed_in_all_tabs(page: Any, server: Running) -> None:
     second = opened(page.context, server.url)
     asked: list[str] = []
     page.on("dialog", lambda dialog: (asked.append(dialog.message), dialog.accept()))
+    page.wait_for_selector("#documents [aria-current]:has-text('1 question')")
     page.click("#remove")
     page.wait_for_selector("#give:visible")
     assert asked == ["Remove the document and 1 question with their answers?"]
