@@ -71,7 +71,7 @@ def test_a_reload_and_a_second_tab_find_document_and_answers(page: Any, server: 
     assert page.inner_html("article") == card, "with its places and what it took"
     switch(page, "the lake")
     second = opened(page.context, server.url)
-    assert len(listed(second)) == 2
+    until(lambda: len(listed(second)) == 2)
     switch(second, "the river")
     assert second.inner_html("article") == card
     third = opened(page.context, page.url)
@@ -104,7 +104,7 @@ def test_a_document_is_removed_in_all_tabs(page: Any, server: Running) -> None:
     page.click("#remove")
     page.wait_for_selector("#give:visible")
     assert asked == ["Remove the document and 1 question with their answers?"]
-    assert listed(page) == []
+    until(lambda: listed(page) == [])
     second.wait_for_selector("#document-problem:has-text('The document was removed.')")
     assert second.is_visible("#give")
 
@@ -119,7 +119,7 @@ def test_several_files_are_chosen_together(page: Any, tmp_path: Path) -> None:
         "document has no text, as scanned pages have none; have its text recognised (OCR) and send "
         "that"
     )
-    assert listed(page) == ["lake.pdf", "notes.md"]
+    until(lambda: listed(page) == ["lake.pdf", "notes.md"])
     assert page.inner_text("#text").strip() == "the lake."
     assert page.is_visible("#given")
 
@@ -133,7 +133,7 @@ def test_a_file_is_dropped_on_the_page(page: Any) -> None:
         }"""
     )
     page.wait_for_selector("#prefill-label:has-text('Read in')")
-    assert listed(page) == ["dropped.txt"]
+    until(lambda: listed(page) == ["dropped.txt"])
 
 
 def test_a_document_that_is_too_long_is_told(page: Any, tiny: LLM) -> None:
@@ -143,7 +143,7 @@ def test_a_document_that_is_too_long_is_told(page: Any, tiny: LLM) -> None:
     page.wait_for_selector("#document-problem:visible")
     told = page.inner_text("#document-problem")
     assert told.startswith(f"a document must be at most {longest - 1:,} tokens here, got ")
-    assert listed(page) == []
+    until(lambda: listed(page) == [])
 
 
 def test_a_conversation_that_is_too_long_says_what_to_do(
