@@ -13,25 +13,20 @@ compressed-tensors go into the engine's blocks, see `stored_checkpoint`; else tr
 with the library that multiplies such weights. What it would do without a word, such as leaving them
 out or unpacking them to 16 bits, is refused or told here.
 
-A `HfQuantizer` packs linear layers into blocks for the CPU.
+`block_quantiser` packs linear layers into blocks for the CPU.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from importlib.util import find_spec
 from types import MappingProxyType
-from typing import Any, TypeGuard
+from typing import Any
 from warnings import warn
 
 import torch
 from torch import nn
 from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel, TorchAoConfig
-from transformers.core_model_loading import ConversionOps
-from transformers.quantizers.auto import register_quantization_config, register_quantizer
-from transformers.quantizers.base import HfQuantizer
-from transformers.quantizers.quantizers_utils import should_convert_module
-from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from hybrid_kv.errors import (
     BackendUnavailable,
@@ -41,13 +36,12 @@ from hybrid_kv.errors import (
     said,
     unknown_name,
 )
+from hybrid_kv.models.block_quantiser import BlockConfig
 from hybrid_kv.models.checkpoint import read_config, read_model
 from hybrid_kv.models.gguf_model import empty_model
-from hybrid_kv.models.packed_linear import PackedEmbedding, PackedLinear, is_table, packed
 from hybrid_kv.models.support import keep_as_stored
 from hybrid_kv.models.weight_kinds import (
     BLOCKS,
-    HEAD_BLOCKS,
     STORED,
     WEIGHT_KINDS,
     dtype_name,
@@ -55,7 +49,6 @@ from hybrid_kv.models.weight_kinds import (
     stored_tensors,
 )
 from hybrid_kv.ops.native.library import engine_state
-from hybrid_kv.ops.native.linear import PACKED_KINDS
 
 LOADED = (*BLOCKS, "nf4")
 """Kinds that `load` makes of other weights."""
@@ -354,139 +347,3 @@ def _num_bytes(model: PreTrainedModel) -> int:
 
 def _warn(text: str) -> None:
     warn(text, WeightsWarning, stacklevel=5)  # whoever called hybrid_kv.load
-
-
-_METHOD = "hybrid_kv_blocks"
-
-
-@register_quantization_config(_METHOD)
-class BlockConfig(QuantizationConfigMixin):
-    """Settings of `BlockQuantizer`, as `from_pretrained` takes them.
-
-    Args:
-        kind: of the linear layers, one that `packed` makes.
-        exact: as of `PackedLinear`; the output projection is exact in any case.
-    """
-
-    def __init__(self, kind: str, *, exact: bool = False, **_: Any) -> None:
-        self.quant_method = _METHOD  # type: ignore[assignment]  # or any registered name
-        self.kind, self.exact = kind, exact
-
-
-@register_quantizer(_METHOD)
-class BlockQuantizer(HfQuantizer):
-    """Packs linear layers whose inputs come in whole blocks, and the output projection.
-
-    misfits: names, stored shapes and expected ones of matrices that were left out.
-    """
-
-    quantization_config: BlockConfig
-    misfits: set[tuple[str, torch.Size, torch.Size]]
-
-    def __init__(self, quantization_config: BlockConfig, **options: Any) -> None:
-        super().__init__(quantization_config, **options)
-        self.misfits = set()
-
-    def param_needs_quantization(
-        self, model: PreTrainedModel, param_name: str, **kwargs: Any
-    ) -> bool:
-        """Whether a tensor becomes blocks."""
-        path, _, leaf = param_name.rpartition(".")
-        return leaf == "weight" and isinstance(model.get_submodule(path), PackedLinear)
-
-    def get_quantize_ops(self) -> _Pack:
-        """The operation that makes them."""
-        return _Pack(self.misfits)
-
-    def is_serializable(self) -> bool:
-        """Nothing would read the blocks of a folder."""
-        return False
-
-    @property
-    def is_trainable(self) -> bool:
-        """Packed weights give no gradients."""
-        return False
-
-    def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
-        pack_linears(model, self.quantization_config)
-
-    def _process_model_after_weight_loading(
-        self, model: PreTrainedModel, **kwargs: Any
-    ) -> PreTrainedModel:
-        pack_tied_table(model)
-        return model
-
-
-def pack_linears(model: PreTrainedModel, config: BlockConfig) -> None:
-    """Puts packed modules in the place of linear layers, one after the other.
-
-    Of weights on the meta device they are empty. What is tied to another weight is left.
-    """
-    head = model.get_output_embeddings()
-    kept = [*(model._keep_in_fp32_modules or ()), *_tied_modules(model)]
-    for path, module in list(model.named_modules()):
-        if _comes_in_blocks(module) and should_convert_module(path, kept):
-            made = _packed_head(module) if module is head else _packed_linear(module, config)
-            model.set_submodule(path, made)
-
-
-def pack_tied_table(model: PreTrainedModel) -> None:
-    """Packs an embedding table that is the output projection as well, for both at once."""
-    table, head = model.get_input_embeddings(), model.get_output_embeddings()
-    if not (is_table(table) and _comes_in_blocks(head) and head.weight is table.weight):
-        return
-    output = _packed_head(head)
-    dtype = table.weight.dtype
-    embedding = PackedEmbedding.in_place_of(table, HEAD_BLOCKS, output.weight.detach(), dtype)
-    embedding.weight = output.weight
-    model.set_input_embeddings(embedding)
-    model.set_output_embeddings(output)
-
-
-def _packed_head(module: nn.Linear) -> PackedLinear:
-    """The output projection: exact, since only last tokens pass it."""
-    return _packed_linear(module, BlockConfig(HEAD_BLOCKS, exact=True))
-
-
-def _packed_linear(module: nn.Linear, config: BlockConfig) -> PackedLinear:
-    kind = config.kind
-    if module.weight.is_meta:
-        size = PACKED_KINDS[kind].row_bytes(module.in_features)
-        blocks = torch.empty(module.out_features, size, dtype=torch.uint8, device="meta")
-    else:
-        blocks = packed(module.weight.detach(), kind)
-    return PackedLinear(kind, blocks, module.in_features, module.bias, exact=config.exact)
-
-
-class _Pack(ConversionOps):
-    """Blocks in place of a tensor that was read, for the module that waits for it.
-
-    An error here would come out as a table of transformers', so a shape that does not fit is
-    recorded.
-    """
-
-    def __init__(self, misfits: set[tuple[str, torch.Size, torch.Size]]) -> None:
-        self._misfits = misfits
-
-    def convert(self, input_dict: dict[str, Any], *_: Any, **kwargs: Any) -> dict[str, Any]:
-        """By name the blocks of a matrix [N, K]."""
-        model, made = kwargs["model"], {}
-        for name, value in input_dict.items():
-            module = model.get_submodule(name.rpartition(".")[0])
-            assert isinstance(module, PackedLinear)
-            matrix = value[0] if isinstance(value, list) else value
-            wanted = torch.Size((module.out_features, module.in_features))
-            if matrix.shape != wanted:
-                self._misfits.add((name, matrix.shape, wanted))
-                continue
-            made[name] = nn.Parameter(packed(matrix, module.kind), requires_grad=False)
-        return made
-
-
-def _comes_in_blocks(module: nn.Module | None) -> TypeGuard[nn.Linear]:
-    return type(module) is nn.Linear and module.in_features % PACKED_KINDS[HEAD_BLOCKS].values == 0
-
-
-def _tied_modules(model: PreTrainedModel) -> Iterator[str]:
-    for pair in model.all_tied_weights_keys.items():
-        yield from (name.rpartition(".")[0] for name in pair)

@@ -23,13 +23,12 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
-from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from hybrid_kv.errors import ModelNotFoundError
+from hybrid_kv.models.block_quantiser import IntoBlocks, empty_linear
 from hybrid_kv.models.packed_linear import PackedLinear
 from hybrid_kv.models.stored_codes import UnfitError, read_codes, stored_layout
-from hybrid_kv.ops.native.linear import PACKED_KINDS
 
 _BLOCK = 32
 
@@ -64,7 +63,7 @@ class StoredConfig(QuantizationConfigMixin):
 
 
 @register_quantizer(_METHOD)
-class StoredQuantizer(HfQuantizer):
+class StoredQuantizer(IntoBlocks):
     """Makes of a checkpoint's packed matrices blocks of the engine's, or plain ones.
 
     orders: of inputs, for modules whose blocks are not in their order; transformers empties buffers
@@ -79,13 +78,6 @@ class StoredQuantizer(HfQuantizer):
         super().__init__(quantization_config, **options)
         self.orders, self.unfit = {}, []
 
-    def param_needs_quantization(
-        self, model: PreTrainedModel, param_name: str, **kwargs: Any
-    ) -> bool:
-        """Whether a tensor becomes blocks, whose shape depends on its numbers."""
-        path, _, leaf = param_name.rpartition(".")
-        return leaf == "weight" and isinstance(model.get_submodule(path), PackedLinear)
-
     def get_weight_conversions(self) -> list[WeightConverter]:
         """From a matrix's tensors to its weight."""
         form = self.quantization_config.layout.form
@@ -93,15 +85,6 @@ class StoredQuantizer(HfQuantizer):
         if form.numbers == "weight_packed":
             names.append(r"\.weight_shape$")
         return [WeightConverter(names, ".weight", [_Convert(self)])]
-
-    def is_serializable(self) -> bool:
-        """Nothing would read the blocks of a folder."""
-        return False
-
-    @property
-    def is_trainable(self) -> bool:
-        """Packed weights give no gradients."""
-        return False
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
         config = self.quantization_config
@@ -112,7 +95,8 @@ class StoredQuantizer(HfQuantizer):
             if "bias" in shapes and module.bias is None:  # zeros, as AutoGPTQ writes them
                 module.bias = nn.Parameter(torch.empty(module.out_features, device="meta"))
             if not config.dequantize:
-                model.set_submodule(path, _empty(module, config))
+                kind = config.layout.kind  # till its numbers say of which it is
+                model.set_submodule(path, empty_linear(module, kind, exact=config.exact))
 
     def _process_model_after_weight_loading(
         self, model: PreTrainedModel, **kwargs: Any
@@ -222,14 +206,6 @@ def _check_shapes(
             raise _refused(
                 config, f"tensor {path}.{name} is {list(shapes[name])} instead of {list(shape)}"
             )
-
-
-def _empty(module: nn.Linear, config: StoredConfig) -> PackedLinear:
-    """The module that takes a linear layer's place; of which kind its numbers say."""
-    kind = config.layout.kind
-    size = PACKED_KINDS[kind].row_bytes(module.in_features)
-    blocks = torch.empty(module.out_features, size, dtype=torch.uint8, device="meta")
-    return PackedLinear(kind, blocks, module.in_features, module.bias, exact=config.exact)
 
 
 def _refused(config: StoredConfig, why: str) -> ModelNotFoundError:

@@ -240,7 +240,7 @@ class _Reader:
         return k, v
 
     def states(self, saved: SavedState, layer: Any) -> dict[str, Tensor]:
-        """What a layer that is transformers' own holds, by name."""
+        """Tensors of a layer that is transformers' own, by name."""
         tensors, _ = mapped(_check(self._root, self._manifest, saved.states))
         manifest = self._manifest
         check_tensors(layer, tensors, manifest.num_tokens, getattr(torch, manifest.dtype))

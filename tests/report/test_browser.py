@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,8 @@ from hybrid_kv.report.html.page import render
 from hybrid_kv.report.html.sources import Source
 from hybrid_kv.report.schema import EvalReport, read_report
 from tests.report import profiles
+from tests.serve.browsing import browsing
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 SHOW_ALL = """() => {
   document.querySelectorAll("details").forEach((one) => { one.open = true; });
@@ -66,13 +65,8 @@ PAGES = {
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    if CHROMIUM is None:
-        pytest.skip("needs chromium")
-    api = pytest.importorskip("playwright.sync_api")
-    with api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+    with browsing() as browser:
         yield browser
-        browser.close()
 
 
 def shown(browser: Any, path: Path, width: int, scheme: str) -> Any:
