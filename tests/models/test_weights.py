@@ -34,7 +34,7 @@ from hybrid_kv.errors import (
     ModelNotFoundError,
     WeightsWarning,
 )
-from hybrid_kv.models import quantisers
+from hybrid_kv.models import block_quantiser, quantisers
 from hybrid_kv.models.load import load_model
 from hybrid_kv.models.packed_linear import (
     PACKERS,
@@ -169,7 +169,7 @@ def test_a_checkpoint_is_packed_matrix_by_matrix(
         held.append(plain_matrices())
         return packed(weight, kind)
 
-    monkeypatch.setattr(quantisers, "packed", watched)
+    monkeypatch.setattr(block_quantiser, "packed", watched)
     gc.collect()
     gc.freeze()  # what other tests left is not looked at: it took 2 s a matrix
     load_model(folder, device="cpu", weights="int4")
@@ -246,7 +246,7 @@ def test_what_fails_while_weights_are_packed_is_one_sentence(
     def fail(*_: Any) -> Tensor:
         raise error
 
-    monkeypatch.setattr(quantisers, "packed", fail)
+    monkeypatch.setattr(block_quantiser, "packed", fail)
     assert said in refused(named, lambda: load_model(folder, device="cpu", weights="int4"))
 
 

@@ -156,6 +156,13 @@ def test_a_folder_of_contexts_takes_whole_ones_only(plain: PreTrainedModel, tmp_
     assert hits == 1
 
 
+def replace_block(path: Path, file: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Writes other tensors to a block of a saved context, with the manifest of these."""
+    save_file(tensors, file)
+    facts = {"num_bytes": file.stat().st_size, "sha256": hash_of(file)}
+    rewrite(path, lambda content: content["blocks"].update({file.name: facts}))
+
+
 def test_damaged_states_are_refused(plain: PreTrainedModel, tmp_path: Path) -> None:
     with loaded(plain, "hybrid", **HYBRID) as llm:
         path = tmp_path / "a.hkv"
@@ -167,17 +174,13 @@ def test_damaged_states_are_refused(plain: PreTrainedModel, tmp_path: Path) -> N
         with pytest.raises(FileFormatError, match="checksum"):
             llm.open(path, verify=False)
 
-        def told(content: dict[str, Any]) -> None:
-            content["blocks"][block] = {"num_bytes": file.stat().st_size, "sha256": hash_of(file)}
-
         name = next(iter(whole))
         for wrong, sentence in (
             ({"conv-7": whole[name]}, r"states must be of conv-0, .*, got conv-7"),
             ({name: whole[name].repeat_interleave(2, 0)}, "states must be of one row"),
             ({}, "states must be of conv-0"),
         ):
-            save_file(wrong, file)
-            rewrite(path, told)
+            replace_block(path, file, wrong)
             with pytest.raises(FileFormatError, match=sentence):
                 llm.open(path)
         rewrite(path, lambda content: content["states"].pop())
@@ -199,12 +202,6 @@ def test_damaged_keys_beside_a_state_are_refused(plain: PreTrainedModel, tmp_pat
             ({**whole, "keys": whole["keys"].half()}, "must be torch.float32, got torch.float16"),
             ({name: x for name, x in whole.items() if name != "keys"}, "it lacks 'keys'"),
         ):
-            save_file(wrong, file)
-            rewrite(
-                path,
-                lambda content: content["blocks"].update(
-                    {block: {"num_bytes": file.stat().st_size, "sha256": hash_of(file)}}
-                ),
-            )
+            replace_block(path, file, wrong)
             with pytest.raises(FileFormatError, match=sentence):
                 llm.open(path)
