@@ -395,8 +395,6 @@ class HybridConfig(PluginConfig):
         `Generation.prefill` says what it read and lost.
     dense_extend_tokens: a later turn of more new tokens than this attends exactly to the whole
         cache; a shorter one reads through the method, as decoding does.
-    compile_decode: compile what a decode step computes outside its attention (torch.compile); the
-        first step of a model takes seconds to minutes longer.
     capture_decode: capture what a decode step of one row tells a GPU as one CUDA graph and replay
         it, where method and model permit that; `Generation.steps` says where they do not.
     backend: arithmetic back end; "auto" takes the fastest that can serve the tensors, "triton" and
@@ -409,7 +407,7 @@ class HybridConfig(PluginConfig):
 
     registry: ClassVar[Registry[Any]] = METHODS
     name_field: ClassVar[str] = "method"
-    in_python = frozenset({"prefill_states", "dense_extend_tokens", "compile_decode"})
+    in_python = frozenset({"prefill_states", "dense_extend_tokens"})
 
     method: str = "hybrid"
     page_size: Count = 16
@@ -417,7 +415,6 @@ class HybridConfig(PluginConfig):
     prefill_states: Literal["auto", "device", "host"] = "auto"
     prefill: PrefillField = "exact"
     dense_extend_tokens: Tokens = 32
-    compile_decode: bool = False
     capture_decode: bool = False
     backend: str = "auto"
     index_build: Literal["background", "wait"] = "background"

@@ -5,6 +5,8 @@ from __future__ import annotations
 from functools import cache
 
 REMOVED = {
+    "compile_decode": "leave it out: no measurement has shown that it helps; on a GPU "
+    "capture_decode captures whole steps",
     "hot_tokens": "leave it out, or use spare_tokens, which keep further pages on the device",
     "cold.attend": "leave it out: what the host finds it attends; select='device' attends on "
     "the device",
@@ -29,8 +31,6 @@ FORMER = {
     "": {
         "prefill_states": f"{_ITSELF}, by the memory that is free",
         "dense_extend_tokens": "leave it out: a turn of more than 32 tokens attends exactly",
-        "compile_decode": "leave it out: no measurement has shown that it helps; on a GPU "
-        "capture_decode captures whole steps, and Python has HybridConfig(compile_decode=True)",
     },
     "hybrid": {
         "look_ahead": _ITSELF,

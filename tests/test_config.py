@@ -464,6 +464,7 @@ class TestBuiltInMethods:
             ({"cold.attend": "cpu"}, "cold: setting 'attend' was removed; leave it out"),
             ({"stand_in": "pages"}, "hybrid setting 'stand_in' was removed; leave it out: a scan"),
             ({"cold.stand_in": "scan"}, "cold: setting 'stand_in' was removed; leave it out"),
+            ({"compile_decode": False}, "hybrid setting 'compile_decode' was removed; leave it"),
         ],
     )
     def test_a_setting_that_was_removed_says_what_to_do(self, settings: Any, text: str) -> None:

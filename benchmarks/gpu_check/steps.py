@@ -31,7 +31,6 @@ CASES: dict[str, dict[str, Any]] = {
     "select on the device": {"select": "device"},
     "select on the host": {"select": "host", "look_ahead": "never"},
     "select on the host, look-ahead": {"select": "host", "look_ahead": "always"},
-    "select on the device, compiled": {"select": "device", "compile_decode": True},
 }
 """What each case sets of `hybrid`, most important first."""
 

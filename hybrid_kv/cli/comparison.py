@@ -123,7 +123,6 @@ def compare(
         page_size=config.page_size,
         prefill_chunk_tokens=config.prefill_chunk_tokens,
         prefill_states=config.prefill_states,
-        compile_decode=config.compile_decode,
         capture_decode=config.capture_decode,
         backend=config.backend,
     )

@@ -36,7 +36,7 @@ _attached: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Attachment]] = (
     weakref.WeakKeyDictionary()
 )
 
-_OF_THE_MODEL = ("prefill_chunk_tokens", "prefill_states", "compile_decode", "capture_decode")
+_OF_THE_MODEL = ("prefill_chunk_tokens", "prefill_states", "capture_decode")
 """Settings that change the model's forwards, which all of its caches share."""
 
 
@@ -83,8 +83,8 @@ class Attachment:
 
         Raises:
             ConfigError: the attachment is closed, or a setting is not one of a single cache
-                (`prefill_chunk_tokens`, `prefill_states`, `compile_decode`, `capture_decode`) and
-                differs from the attachment's.
+                (`prefill_chunk_tokens`, `prefill_states`, `capture_decode`) and differs from the
+                attachment's.
         """
         if not self._open:
             raise ConfigError("attachment is closed; attach the model again for a new cache")
@@ -212,7 +212,7 @@ class HybridCache(TieredCache):
     """A tiered KV cache for one conversation: `model.generate(cache=HybridCache(model))`.
 
     The model is attached where it is not yet, and stays so as long as somebody refers to one of its
-    caches or to its attachment; `attach` it yourself to keep compiled steps (`compile_decode`) from
+    caches or to its attachment; `attach` it yourself to keep captured steps (`capture_decode`) from
     one conversation to the next. One cache is for one thread at a time; several caches of a model
     may be used in as many threads, whose forwards take turns.
 

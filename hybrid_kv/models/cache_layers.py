@@ -119,19 +119,11 @@ class HybridLayer(CacheLayerMixin):
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
 
+    @outside_graphs
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Takes new k, v [B, Hkv, T, D]; returns the same values with a handle to us.
-
-        While a graph of ours is made the values only pass: its own operator brings them back.
-        """
-        if self.state.in_own_graph and torch.compiler.is_dynamo_compiling():
-            return key_states, value_states
-        return self._take_in(key_states, value_states)
-
-    @outside_graphs
-    def _take_in(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+        """Takes new k, v [B, Hkv, T, D]; returns the same values with a handle to us."""
         self.state.require_open()
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)

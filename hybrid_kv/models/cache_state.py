@@ -7,8 +7,7 @@ be taken back; it can be copied.
 
 transformers passes a KV cache as `cache`, before 5.24 as `past_key_values`. A graph that somebody
 else makes of a model with torch.compile is cut around what stores and attends: it records tensors,
-and a cache of ours is no tensor. `compile_decode` makes a graph of its own, which a custom operator
-leads out of; while one of its steps is traced or runs, `CacheState.in_own_graph` says so.
+and a cache of ours is no tensor.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ _R = TypeVar("_R")
 
 REASON = (
     "a forward with a cache of hybrid_kv cannot be part of another graph; call torch.compile "
-    "without fullgraph=True, or leave it out and attach with compile_decode=True"
+    "without fullgraph=True, or leave it out"
 )
 
 
@@ -209,15 +208,14 @@ class CacheState:
     """State that the layers of a cache share, and who may use it now. It knows none of them, nor
     does it know the cache, so that a cache which nobody refers to is freed at once.
 
-    kv: what all layers store to and attend by. shown: see `ShownTokens`. in_own_graph: a compiled
-    step of ours is traced or runs with the cache. is_unfinished: a forward runs, or has ended
-    without putting the layers back in step. inexact_from: position of the first token whose entries
-    come from a step that left entries unread; None for none.
+    kv: what all layers store to and attend by. shown: see `ShownTokens`. is_unfinished: a
+    forward runs, or has ended without putting the layers back in step. inexact_from: position of
+    the first token whose entries come from a step that left entries unread; None for none.
     """
 
     def __init__(self, kv: KVCache, is_open: Callable[[], bool]) -> None:
         self.kv, self._is_open = kv, is_open
-        self.in_forward = self.in_own_graph = self.is_closed = self.is_unfinished = False
+        self.in_forward = self.is_closed = self.is_unfinished = False
         self._lock = RLock()  # held by the thread that uses the cache
         self.shown = ShownTokens()
         self.inexact_from: int | None = None

@@ -27,7 +27,6 @@ from hybrid_kv.types import LayerShape, ModelInfo
 _Part: TypeAlias = Callable[[Tensor], Tensor]
 
 _FIRST = "no layer comes before it"
-_COMPILED = "with compile_decode a step is one graph, which nothing enters between its layers"
 _ELSEWHERE = "its weights are not where the layer before it computes"
 _UNKNOWN = "its query does not follow from the hidden state that enters it, by a norm and a product"
 
@@ -53,17 +52,13 @@ class EarlyQueries:
 
     Args:
         info: with the rotations of the layers.
-        compiled: decode steps are.
     """
 
-    def __init__(self, model: PreTrainedModel, info: ModelInfo, *, compiled: bool = False) -> None:
+    def __init__(self, model: PreTrainedModel, info: ModelInfo) -> None:
         self.cache: TieredCache | None = None
         self.unforeseen: Mapping[int, str] = {}
         self._hooks: list[RemovableHandle] = []
         layers = [shape.layer_idx for shape in info.layers]
-        if compiled:
-            self.unforeseen = dict.fromkeys(layers, _COMPILED)
-            return
         try:
             seen = run_one_token(model)
         except Exception as error:  # whatever a model raises here, it can be served without this

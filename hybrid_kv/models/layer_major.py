@@ -149,8 +149,7 @@ class LayerMajorPrefill:
         def forward(x: Tensor, *args: Any, **kwargs: Any) -> Any:
             if self._cache is None or (torch.is_grad_enabled() and x.requires_grad):
                 return inner(x, *args, **kwargs)
-            serve = way if self._cache.state.in_own_graph else apart
-            return serve(module, inner, x, *args, **kwargs)
+            return apart(module, inner, x, *args, **kwargs)
 
         return forward
 

@@ -25,7 +25,6 @@ from hybrid_kv.runtime import check_host_memory
 from hybrid_kv.types import ModelInfo, bytes_per_token
 
 if TYPE_CHECKING:
-    from hybrid_kv.models.compiled import CompiledSteps
     from hybrid_kv.models.early_queries import EarlyQueries
     from hybrid_kv.models.few_tokens import FewTokens
     from hybrid_kv.models.joined import JoinedCache
@@ -48,7 +47,6 @@ class Serving:
         self._entered: set[nn.Module] = set()  # whose forwards run with it
         self._wrapped: list[tuple[nn.Module, Callable[..., Any] | None]] = []
         hf_attention.register()
-        self._steps = _compiled_steps(model) if config.compile_decode else None
         self._graphs = _step_graphs(model) if config.capture_decode else None
         chunk, states = config.prefill_chunk_tokens, config.prefill_states
         self._prefill = LayerMajorPrefill(model, chunk, states)
@@ -66,8 +64,7 @@ class Serving:
         if self._early is None:
             from hybrid_kv.models.early_queries import EarlyQueries
 
-            compiled = self._steps is not None
-            self._early = EarlyQueries(self._model, info, compiled=compiled)
+            self._early = EarlyQueries(self._model, info)
         return self._early.unforeseen
 
     def try_products(self) -> None:
@@ -88,8 +85,6 @@ class Serving:
             cache = args[place] if place < len(args) else passed(kwargs)
             if _is_served(cache):
                 kwargs = renamed(kwargs)
-                if isinstance(cache, TieredCache) and cache.state.in_own_graph:
-                    return inner(*args, **kwargs)
                 # torch.compile of PyTorch 2.9 takes strict=False for strict.
                 inputs = {**dict(zip(names, args)), **kwargs}  # noqa: B905
                 return self._serve(module, cache, inputs, inner, lambda: inner(*args, **kwargs))
@@ -119,14 +114,7 @@ class Serving:
                 plans: Sequence[DevicePlan] = ()
                 if isinstance(cache, TieredCache) and _is_one_token(inputs):
                     plans = _advanced(cache)
-                steps = self._steps
-                if (
-                    steps is not None
-                    and isinstance(cache, TieredCache)
-                    and steps.serves(module, inputs)
-                ):
-                    output = steps.forward(cache, inputs)
-                elif self._graphs is not None and isinstance(cache, TieredCache):
+                if self._graphs is not None and isinstance(cache, TieredCache):
                     output = self._graphs.forward(cache, module, inputs, plans, inner)
                 else:
                     few = self._few
@@ -261,18 +249,10 @@ class Serving:
             self._wrapped.clear()
             if self._early is not None:
                 self._early.close()
-            if self._steps is not None:
-                self._steps.close()
 
 
 def _is_served(cache: object) -> TypeGuard[TieredCache | JoinedCache]:
     return isinstance(cache, ServedCache)
-
-
-def _compiled_steps(model: PreTrainedModel) -> CompiledSteps:
-    from hybrid_kv.models.compiled import CompiledSteps
-
-    return CompiledSteps(model, text_config(model))
 
 
 def _step_graphs(model: PreTrainedModel) -> StepGraphs:

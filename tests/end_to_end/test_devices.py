@@ -127,21 +127,6 @@ def test_a_kept_context_answers_as_a_whole_prompt(
             assert got.token_ids == expected[:9]
 
 
-@pytest.mark.parametrize(
-    "compiled_on",
-    [
-        pytest.param("cpu", marks=pytest.mark.slow),
-        pytest.param("cuda", marks=pytest.mark.gpu(real=True)),
-    ],
-)
-def test_compiled_steps_give_the_same_tokens(
-    compiled_on: str, ids: torch.Tensor, expected: list[int]
-) -> None:
-    torch._dynamo.reset()
-    settings = {**EXACT["offloaded"], "compile_decode": True}
-    assert tokens_on(compiled_on, ids, settings) == expected
-
-
 @pytest.mark.gpu(real=True)
 def test_on_a_gpu_the_kernels_serve_and_not_the_definitions(ids: torch.Tensor) -> None:
     """Else the tests above would say nothing about them."""

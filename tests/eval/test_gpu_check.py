@@ -228,10 +228,7 @@ def test_a_job_runs_on_an_emulated_device(some: Job) -> None:
         some = replace(some, settings={**some.settings, "contexts": ["128k"]})
     with emulated(schedule="late"):
         rows = rehearsed(some)
-    if some.kind == "steps":  # an emulated tensor cannot be compiled
-        compiled = [row for row in rows if "compiled" in row["name"]]
-        assert all("torch.compile" in row["why"] for row in compiled)
-        rows = [row for row in rows if row not in compiled]
+    if some.kind == "steps":
         assert rows[0]["values"]["indexes"].keys() == {"device sketch"}
     assert any(row["status"] == "ok" for row in rows)
     for row in rows:

@@ -101,13 +101,13 @@ def test_a_model_is_detached_when_its_last_cache_is_gone(plain: PreTrainedModel)
         gc.enable()
 
 
-@pytest.mark.parametrize("name", ["prefill_chunk_tokens", "compile_decode"])
+@pytest.mark.parametrize("name", ["prefill_chunk_tokens", "capture_decode"])
 @pytest.mark.parametrize("way", ["attachment", "cache"])
 def test_settings_of_the_model_are_not_set_for_one_cache(
     plain: PreTrainedModel, name: str, way: str
 ) -> None:
     """Regression: they were ignored."""
-    value = {"prefill_chunk_tokens": 7, "compile_decode": True}[name]
+    value = {"prefill_chunk_tokens": 7, "capture_decode": True}[name]
     with hkv.attach(plain, TIERED) as runtime:
         make: Callable[[Any], Any] = {
             "attachment": runtime.cache,
@@ -172,14 +172,6 @@ def test_what_is_no_transformers_model_is_refused(way: Callable[[Any], Any], wro
 def test_a_wrapped_model_is_pointed_at(plain: PreTrainedModel) -> None:
     with pytest.raises(ConfigError, match="the model inside it, its attribute 'module'"):
         hkv.attach(torch.nn.DataParallel(plain))  # type: ignore[arg-type]
-
-
-def test_a_model_that_is_refused_stays_as_it_was(
-    plain: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plain.config.num_kv_shared_layers = 1
-    with pytest.raises(HybridKVError, match="compile_decode"):
-        hkv.attach(plain, {"compile_decode": True})
 
 
 def test_a_method_that_is_refused_leaves_the_model_as_it_was(plain: PreTrainedModel) -> None:

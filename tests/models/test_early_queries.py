@@ -152,12 +152,6 @@ def test_rotations_by_length_are_the_reason_where_they_are() -> None:
     assert why(model, info)[1] == "depends on the length"
 
 
-def test_compiled_steps_are_not_looked_into() -> None:
-    model = build("llama")
-    reasons = EarlyQueries(model, known(model), compiled=True).unforeseen
-    assert all("compile_decode" in reason for reason in reasons.values())
-
-
 def test_detaching_takes_the_hooks_off() -> None:
     model = build("llama")
     config = hkv.HybridConfig(method="flat", cold={"look_ahead": "always"})

@@ -24,7 +24,6 @@ from hybrid_kv.errors import (
     ConfigError,
     GgufWarning,
     ModelNotFoundError,
-    UnsupportedModelError,
 )
 from hybrid_kv.models.cache_state import passing
 from hybrid_kv.models.gguf_model import smollm2_file
@@ -252,8 +251,6 @@ def test_a_graph_of_torch_compile_is_cut_around_products(model: PreTrainedModel)
     both = nn.Sequential(model.get_input_embeddings(), model.get_output_embeddings())
     with torch.inference_mode():
         assert torch.equal(torch.compile(both, backend="eager")(TOKENS), both(TOKENS))
-    with pytest.raises(UnsupportedModelError, match=r"plain weights, .* load the model unpacked"):
-        hkv.attach(model, hkv.HybridConfig(compile_decode=True))
 
 
 def test_every_query_but_the_first_layers_is_foreseen(model: PreTrainedModel) -> None:

@@ -25,9 +25,6 @@ PROMPT = 37
 CLOSE = {"rtol": 0.0, "atol": 5e-4}
 ALL = {"cold": {"top_k": "all"}, "sink_tokens": 4, "window_tokens": 8, "page_size": 4}
 
-STATE = SimpleNamespace(in_own_graph=False)
-"""Of a cache with which no compiled step of ours runs."""
-
 
 @pytest.fixture(autouse=True)
 def _without_gradients() -> Any:
@@ -181,7 +178,7 @@ def test_only_a_prompt_is_wrapped_and_every_forward_comes_back() -> None:
     own = decoder.layers[0].__dict__["forward"]
     prefill, cache = (
         LayerMajorPrefill(decoder, 4),
-        SimpleNamespace(state=STATE),
+        SimpleNamespace(),
     )
     for shape in ((1, 1), (7, 1), (2, 4)):
         with prefill.serving(cache, shape):
@@ -275,7 +272,7 @@ def test_each_chunk_goes_to_the_weights_and_back(
     model.config.get_text_config()._attn_implementation = "test_own_value"
     prefill = LayerMajorPrefill(model, 16, "host")
     cache, prompt = (
-        SimpleNamespace(kv=kv, state=STATE),
+        SimpleNamespace(kv=kv),
         ids().to("meta"),
     )
     with prefill.serving(cache, (1, PROMPT)):
@@ -335,7 +332,7 @@ def test_hidden_states_move_to_another_device_once(in_place: bool) -> None:
     stack.layers = nn.ModuleList([_Elsewhere(place) for place in ("cpu", "meta", "meta")])
     prefill = LayerMajorPrefill(stack, 5)
     kv = SimpleNamespace(more_prompt=False)
-    cache = SimpleNamespace(kv=kv, state=STATE)
+    cache = SimpleNamespace(kv=kv)
     hidden = torch.ones(1, PROMPT, 8)
     places = []
     with prefill.serving(cache, (1, PROMPT), in_place=in_place):

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import hybrid_kv as hkv
 from hybrid_kv.api.planning import observe_heads, observing
-from hybrid_kv.errors import ConfigError, OtherContextError, UnsupportedModelError
+from hybrid_kv.errors import ConfigError, OtherContextError
 from hybrid_kv.models import few_tokens, prompt_layers
 from hybrid_kv.models.cache_state import passing
 from hybrid_kv.models.early_queries import EarlyQueries
@@ -260,13 +260,6 @@ def test_a_plan_counts_the_blocks_that_load_makes(folder: Path, weights: str) ->
     planned = model_facts(folder, weights=weights, device="cpu").weight_bytes
     model = load_model(folder, device="cpu", weights=weights)
     assert planned == sum(tensor.nbytes for _, tensor in stored_tensors(model))
-
-
-@needs_engine
-def test_a_compiled_step_refuses_blocks(folder: Path) -> None:
-    model = load_model(folder, device="cpu", weights="int8")
-    with pytest.raises(UnsupportedModelError, match="are packed; set compile_decode=False, or"):
-        hkv.attach(model, {**SETTINGS, "compile_decode": True})
 
 
 @by_packing

@@ -13,7 +13,6 @@ from torch._dynamo import guards
 from transformers import DynamicCache
 
 import hybrid_kv as hkv
-from hybrid_kv.models import compiled
 from hybrid_kv.models.cache_state import passing
 from tests.contracts.architectures import ARCHITECTURES
 from tests.contracts.edges.calls import CLOSE, fresh, greedy, prompt
@@ -162,23 +161,6 @@ def test_compiled_again_it_is_still_served(want: list[Tensor]) -> None:
     model: Any = assigned(small("llama"), backend="eager")
     with hkv.attach(model, METHODS["hybrid"]) as runtime:
         call = assigned(model, backend="eager")
-        assert_same(both(model, call, runtime.cache), want)
-
-
-@pytest.mark.parametrize(
-    ("way", "order"),
-    [(assigned, "before"), (in_place, "after")],
-    ids=lambda one: getattr(one, "__name__", one),
-)
-def test_compiled_steps_of_ours_are_told_from_the_users(
-    way: Callable[..., Any], order: str, want: list[Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = compiled.CompiledSteps
-    monkeypatch.setattr(compiled, "CompiledSteps", lambda *args: made(*args, "aot_eager"))
-    model: Any = small("llama")
-    call = way(model, backend="eager") if order == "before" else None
-    with hkv.attach(model, {**METHODS["hybrid"], "compile_decode": True}) as runtime:
-        call = way(model, backend="eager") if call is None else call
         assert_same(both(model, call, runtime.cache), want)
 
 
