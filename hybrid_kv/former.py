@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
+_SCANNED = "leave it out: later keys are scanned until the index is learned again"
 REMOVED = {
     "compile_decode": "leave it out: no measurement has shown that it helps; on a GPU "
     "capture_decode captures whole steps",
@@ -12,6 +13,8 @@ REMOVED = {
     "the device",
     "cold.stand_in": "leave it out: a scan serves while an index is built; with "
     "select='device' nothing is waited for",
+    "link_keys": _SCANNED,
+    "link_positions": _SCANNED,
 }
 """Settings of which nothing is left."""
 
@@ -25,7 +28,7 @@ _PAPER = "leave it out: it is a constant, which no measurement has varied"
 _OF_AUTO = """
     sampled_queries recent_queries horizon_tokens min_keys target_mass check_queries check_top_k
     gain codes num_rerank max_degree list_length candidates cap alpha beam check_positions
-    max_scanned link_keys link_positions graph_tokens graph_min_keys graph_trial_seconds
+    max_scanned graph_tokens graph_min_keys graph_trial_seconds
 """
 FORMER = {
     "": {

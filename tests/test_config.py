@@ -417,10 +417,6 @@ class TestBuiltInMethods:
                 "index: rerank has no effect with precision 'exact', which scores every key",
             ),
             (
-                {"method": "retrieval_attention", "link_positions": 99},
-                "index: link_positions has no effect with link_keys 0",
-            ),
-            (
                 {"method": "infllm", "sampled_queries": 0, "local_tokens": 99},
                 "index: local_tokens has no effect with sampled_queries 0",
             ),
@@ -464,6 +460,10 @@ class TestBuiltInMethods:
             ({"cold.attend": "cpu"}, "cold: setting 'attend' was removed; leave it out"),
             ({"stand_in": "pages"}, "hybrid setting 'stand_in' was removed; leave it out: a scan"),
             ({"cold.stand_in": "scan"}, "cold: setting 'stand_in' was removed; leave it out"),
+            (
+                {"method": "retrieval_attention", "link_keys": 900},
+                "retrieval_attention setting 'link_keys' was removed; leave it out: later keys",
+            ),
             ({"compile_decode": False}, "hybrid setting 'compile_decode' was removed; leave it"),
         ],
     )

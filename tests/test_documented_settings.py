@@ -20,7 +20,6 @@ BESIDE: dict[str, dict[str, Any]] = {
     "value_weighting": {"sure_ratio": {"value_weighting": "values"}},
     "spare_tokens": {"page_budget": {"spare_tokens": 32}},
     "index.precision": {"index.rerank": {"index.precision": "int8"}},
-    "index.link_keys": {"index.link_positions": {"index.link_keys": 900}},
 }
 """Of a method that has the first setting, what must stand beside the second to let it act."""
 BY_HAND: dict[str, Any] = {

@@ -4,8 +4,8 @@
 
 A made-up head (`hybrid_kv/eval/synthetic.py`, PROFILE:SEED) is decoded from the end of its prompt
 on: every position searches, and every 16 positions the keys that have left the window are added.
-`tail` never links them, `linked` does as the index comes, `rebuilt` is built anew at each mark with
-what the prompt and decoding asked for. Recall of the exact best 100 and keys read (for the group of
+`tail` scans them one and all, `rebuilt` is built anew at each mark with what the prompt and
+decoding asked for. Recall of the exact best 100 and keys read (for the group of
 four query heads) are those of positions to come, which took no part in any build. Stdout is one
 JSON document.
 """
@@ -74,7 +74,6 @@ def examine(index: GraphIndex, data: Decoding, position: int, first_beam: int) -
     watched = copy(index)
     if index._walks is not None:
         watched._walks = copy(index._walks)
-        watched._walks.growth = None  # an examination is no decoding
     as_it_is = measure(watched, data, position)
     watched.params = index.params.model_copy(update={"beam": first_beam})
     return {
@@ -138,27 +137,22 @@ def main() -> None:
     parser.add_argument("--heads", default="paper:5", help="PROFILE:SEED,...")
     parser.add_argument("--n", type=parse_count, default=131072, help="keys of the prompt")
     parser.add_argument("--added", type=parse_count, default=8192)
-    parser.add_argument("--link-keys", type=parse_count, default=2048)
-    parser.add_argument("--link-positions", type=parse_count, default=1024)
-    parser.add_argument("--skip", default="", help="tail,linked,rebuilt")
+    parser.add_argument("--skip", default="", help="tail,rebuilt")
     options = parser.parse_args()
     marks = [mark for mark in (2048, 4096, 8192) if mark <= options.added]
-    results: dict[str, Any] = {"num_keys": options.n, "link_keys": options.link_keys}
+    results: dict[str, Any] = {"num_keys": options.n}
     for name in options.heads.split(","):
         profile, _, seed = name.partition(":")
         data = Decoding(profile, int(seed or 0), options.n, options.added)
         table: dict[str, Any] = {}
         print(name, file=sys.stderr, flush=True)
-        for label, link_keys in (("tail", 0), ("linked", options.link_keys)):
-            if label not in options.skip:
-                print(label, file=sys.stderr, flush=True)
-                positions = {"link_positions": options.link_positions} if link_keys else {}
-                table[label] = decode(data, marks, link_keys=link_keys, **positions)
-                print(table[label], file=sys.stderr, flush=True)
+        if "tail" not in options.skip:
+            table["tail"] = decode(data, marks)
+            print("tail", table["tail"], file=sys.stderr, flush=True)
         if "rebuilt" not in options.skip:
             table["rebuilt"] = {"marks": []}
             for mark in marks:
-                index = build(data, options.n + mark, data.samples(mark), link_keys=0)
+                index = build(data, options.n + mark, data.samples(mark))
                 table["rebuilt"]["marks"].append(examine(index, data, mark, index.reports[0].beam))
                 print("rebuilt", table["rebuilt"]["marks"][-1], file=sys.stderr, flush=True)
         results[name] = table

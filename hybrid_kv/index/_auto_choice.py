@@ -275,14 +275,12 @@ Report: TypeAlias = SketchReport | HeadReport
 class Chosen:
     """Choice for a layer: a report of each head, and sketches and graphs by head.
 
-    Heads with neither are scanned. group_size: query heads that a graph was learned from, 0 for
-    none.
+    Heads with neither are scanned.
     """
 
     reports: Sequence[Report]
     sketches: Mapping[int, HeadSketch]
     graphs: Mapping[int, KeyGraph] = field(default_factory=dict)
-    group_size: int = 0
 
 
 @dataclass(frozen=True, slots=True)

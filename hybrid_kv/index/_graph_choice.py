@@ -101,7 +101,7 @@ class GraphChooser:
             else:
                 told[head] = _said(told[head], why)
                 del graphs[head]
-        return Chosen(told, before.sketches, graphs, samples.shape[1])
+        return Chosen(told, before.sketches, graphs)
 
     def _graph_and_served(
         self,

@@ -29,9 +29,7 @@ class GraphParams(config.Params):
     keys have come; 0 for neither; min_keys: fewer are scanned; beam: keys expanded per query,
     "auto" for what the self-check found; target_recall, target_mass: goals of the self-check,
     one of which has to be reached; check_positions: held out for it; check_top_k: the best keys
-    that it asks for; max_scanned: largest share of the keys that a search may score; link_keys:
-    later keys that are linked together, 0 for never; link_positions: the latest positions whose
-    searches link them.
+    that it asks for; max_scanned: largest share of the keys that a search may score.
     """
 
     max_degree: int = Field(default=64, ge=2, le=256)
@@ -49,11 +47,6 @@ class GraphParams(config.Params):
     check_positions: config.Count = 128
     check_top_k: config.Count = 100
     max_scanned: float = Field(default=0.12, gt=0, le=1)
-    link_keys: config.Tokens = 0
-    link_positions: config.Count = 1024
-
-    def without_effect(self) -> dict[str, str]:
-        return {} if self.link_keys else {"link_positions": "with link_keys 0"}
 
 
 _SUMMED_KEYS = 8192

@@ -133,7 +133,7 @@ def composed(
         told = [report for n in own if isinstance(report := reports[n], HeadReport)]
         mine = [graphs[n] for n in own]
         graph = _graph_index()
-        index = graph.serving(graph_params, keys[heads], told, mine, chosen.group_size)
+        index = graph.serving(graph_params, keys[heads], told, mine)
         parts.append(Part(heads, index))
     for heads in runs(n for n in range(len(reports)) if n not in graphs):
         own = range(len(reports))[heads]
@@ -193,8 +193,8 @@ class AutoSizes(config.Params):
     horizon_tokens, since every token waits for a search and none for a build; 0 for no graphs.
     graph_min_keys: no graph is tried with fewer; graph_trial_seconds: of a core, that a layer
     spends on graphs of no use before it tries no more; max_scanned: larger than for `graph`, since
-    each is timed against what serves. max_degree, list_length, candidates, cap, alpha, link_keys
-    and link_positions are those of `graph`.
+    each is timed against what serves. max_degree, list_length, candidates, cap and
+    alpha are those of `graph`.
     """
 
     sampled_queries: config.Tokens = 1024
@@ -215,8 +215,6 @@ class AutoSizes(config.Params):
     beam: config.Count | Literal["auto"] = "auto"
     check_positions: config.Count = 128
     max_scanned: float = Field(default=0.25, gt=0, le=1)
-    link_keys: config.Tokens = 0
-    link_positions: config.Count = 1024
     graph_tokens: config.Tokens = 32768
     graph_min_keys: config.Count = 16384
     graph_trial_seconds: float = Field(default=30.0, ge=0)

@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hybrid_kv.errors import FileFormatError
+from hybrid_kv.former import is_removed
 from hybrid_kv.index._base import SavedIndex
 from hybrid_kv.index._file import check_fingerprint, fingerprint, refusing_what_is_damaged
 from hybrid_kv.index._graph_learner import GraphLearner, rows_of, walks_of_each
-from hybrid_kv.index._growth import GraphGrowth
 from hybrid_kv.index._trial import GraphParams, HeadReport
 from hybrid_kv.index.flat import KeyScan, StandIn, int8_scan, num_candidates, planned
 from hybrid_kv.ops.key_graph import KeyGraph, check_graph, no_graph, node_bytes
@@ -45,10 +45,7 @@ class GraphIndex(SavedIndex):
     Every head proves itself on queries that took no part in its build (`reports`): where it misses
     the goal, or has few keys, all keys are scored in 8 bits and the best ranked exactly.
 
-    Such scans are divided over the threads. Keys that are added later are scanned one and all, or,
-    with `link_keys`, until there are so many: then they are linked through the searches that have
-    found them, one head in an `add`, and the head proves itself anew. Those that no search has
-    found by then are not found afterwards.
+    Such scans are divided over the threads. Keys that are added later are scanned one and all.
     """
 
     ranks = True
@@ -64,7 +61,6 @@ class GraphIndex(SavedIndex):
         self._graphs: tuple[KeyGraph, ...] = ()
         self._walks: GraphWalks | None = None
         self._scan: KeyScan | None = None  # of all heads, where none has a graph
-        self._group_size = 0  # query heads, 0 if not known
         self._learned_keys = 0
 
     @classmethod
@@ -104,7 +100,6 @@ class GraphIndex(SavedIndex):
             self._serve(tuple(no_graph() for _ in self._keys))
             return
         assert samples is not None
-        self._group_size = samples.shape[1]
         walks = walks_of_each(len(self._keys))
         learned = [
             self._learner.learn_head(
@@ -125,11 +120,10 @@ class GraphIndex(SavedIndex):
         keys: Tensor,
         reports: Sequence[HeadReport],
         graphs: Sequence[KeyGraph],
-        group_size: int,
     ) -> GraphIndex:
         """An index over keys [Hkv, N, D] of graphs that are there already, one per head."""
         index = cls(params)
-        index._known, index.reports, index._group_size = keys, tuple(reports), group_size
+        index._known, index.reports = keys, tuple(reports)
         index._learned_keys = keys.shape[1]
         index._serve(tuple(graphs))
         return index
@@ -142,18 +136,13 @@ class GraphIndex(SavedIndex):
             self._scan = int8_scan(_RERANK)
             self._scan.rebuild(self._keys)
             return
-        growth = None
-        if self.params.link_keys and self._group_size:
-            sizes = [len(graph) for graph in graphs]
-            growth = GraphGrowth(self.params, self._learner.build_params, sizes)
-        self._walks = GraphWalks(self._keys, graphs, self.reports, self._group_size, growth)
+        self._walks = GraphWalks(self._keys, graphs, self.reports)
 
     def _append(self, known: int) -> None:
         if self._scan is not None:
             self._scan.append(self._keys)
         elif self._walks is not None:
             self._walks.append(self._keys)
-            self.reports, self._graphs = self._walks.reports, self._walks.graphs
 
     def _find(self, queries: Tensor, count: int, most: int) -> SearchResult:
         return self._find_near(queries, count, most, None)
@@ -202,7 +191,6 @@ class GraphIndex(SavedIndex):
             "keys": fingerprint(self._keys, _linked(self._graphs)),
             "linked": [len(graph) for graph in self._graphs],
             "degrees": [graph.degree for graph in self._graphs],
-            "group_size": self._group_size,
         }
         return meta, arrays
 
@@ -212,11 +200,11 @@ class GraphIndex(SavedIndex):
     ) -> GraphIndex:
         """See `SavedIndex`."""
         with refusing_what_is_damaged(path):
-            params = cls.Params.model_validate(meta["params"])
+            written = meta["params"]  # older files have settings that were removed
+            params = cls.Params.model_validate(
+                {name: written[name] for name in written if not is_removed(name)}
+            )
             reports = tuple(HeadReport.from_dict(report) for report in meta["reports"])
-            group_size = int(meta["group_size"])
-            if group_size < 0:
-                raise ValueError(f"group_size must be at least 0, got {group_size}")
             graphs = tuple(_graph_of(head, meta, arrays) for head in range(len(reports)))
             check_fingerprint(path, meta["keys"], keys, _linked(graphs))
         if len(graphs) != len(keys):
@@ -224,7 +212,7 @@ class GraphIndex(SavedIndex):
                 f"{path} is damaged: it has {len(graphs)} graphs for {len(keys)} heads; build the "
                 "index again"
             )
-        return cls.serving(params, keys, reports, graphs, group_size)
+        return cls.serving(params, keys, reports, graphs)
 
 
 def _linked(graphs: Sequence[KeyGraph]) -> int:
@@ -246,48 +234,30 @@ def _graph_of(head: int, meta: Mapping[str, Any], arrays: Mapping[str, Any]) -> 
 class GraphWalks:
     """Searches keys by walks through graphs, one graph per KV head; an empty one has all scanned.
 
-    graphs, reports: of each head; others when one has grown. beams, walks: of each head's searches,
-    as its report says.
+    beams, walks: of each head's searches, as its report says.
 
     Args:
         keys: [Hkv, N, D].
-        group_size: query heads of a KV head, 0 if not known.
-        growth: links later keys from what searches find; None where they are scanned one and all.
     """
 
     def __init__(
-        self,
-        keys: Tensor,
-        graphs: Sequence[KeyGraph],
-        reports: Sequence[HeadReport],
-        group_size: int,
-        growth: GraphGrowth | None,
+        self, keys: Tensor, graphs: Sequence[KeyGraph], reports: Sequence[HeadReport]
     ) -> None:
         rows = [rows_of(keys[head], graph) for head, graph in enumerate(graphs)]
         self._searcher = GraphSearcher(keys, rows, graphs, pool=pool_here())
-        self._keys, self._group_size, self.growth = keys, group_size, growth
-        self._follow(tuple(graphs), tuple(reports))
-
-    def _follow(self, graphs: tuple[KeyGraph, ...], reports: tuple[HeadReport, ...]) -> None:
-        self.graphs, self.reports = graphs, reports
+        self._keys, self._graphs = keys, graphs
         # A head that is scanned has no beam, which no search minds.
         self.beams = [max(1, report.beam) for report in reports]
         self.walks = [report.walks for report in reports]
 
     @property
     def memory_bytes(self) -> int:
-        grown = 0 if self.growth is None else self.growth.recent.memory_bytes
-        return self._searcher.memory_bytes + grown
+        return self._searcher.memory_bytes
 
     def append(self, keys: Tensor) -> None:
-        """Takes the later rows of keys [Hkv, N, D]; a head may link its own into its graph."""
+        """Takes the later rows of keys [Hkv, N, D]."""
         self._keys = keys
         self._searcher.append(keys, pool_here())
-        if self.growth is None:
-            return
-        reports = self.growth.link_one(self._searcher, keys, self.reports)
-        if reports is not None:
-            self._follow(tuple(self._searcher.graphs), reports)
 
     def search(
         self, queries: Tensor, width: int, beams: list[int], ranked: int, near: Tensor | None
@@ -307,10 +277,6 @@ class GraphWalks:
             warm=near,
             pool=pool_here(),
         )
-        if self.growth is not None and queries.shape[1] % self._group_size == 0:
-            per_position = (self._group_size, -1)  # of several new tokens the newest one counts
-            newest = (part.unflatten(1, per_position)[:, :, -1] for part in (queries, found.ids))
-            self.growth.recent.record(*newest)
         read = self._reads(beams, ranked)
         walked = round(found.rows_visited * read.walked)
         return SearchResult(
@@ -318,10 +284,8 @@ class GraphWalks:
             read_bytes=walked + read.of(queries.shape[1], 0),
         )
 
-    def plan(self, width: int, beams: list[int], ranked: int) -> list[EngineSearch] | None:
-        """The same search, for the engine; None where it is learned from."""
-        if self.growth is not None:
-            return None
+    def plan(self, width: int, beams: list[int], ranked: int) -> list[EngineSearch]:
+        """The same search, for the engine."""
         plan = self._searcher.plan(width, beam=beams, walks=self.walks, pool_size=ranked)
         return [replace(plan, reads=self._reads(beams, ranked))]
 
@@ -332,11 +296,11 @@ class GraphWalks:
         """
         heads, num_keys, dim = self._keys.shape
         row = dim * self._keys.itemsize
-        lists = [graph.lists.shape[1] if len(graph) else 0 for graph in self.graphs]
+        lists = [graph.lists.shape[1] if len(graph) else 0 for graph in self._graphs]
         expanded = sum(map(mul, beams, lists))
         return SearchReads(
             ranked=expanded + heads * ranked * row,
-            most=sum(graph.lists.nbytes for graph in self.graphs) + heads * num_keys * row,
+            most=sum(graph.lists.nbytes for graph in self._graphs) + heads * num_keys * row,
             walked=self._searcher.rows[0].row_bytes + 1,
             walks=sum(self.walks) / heads,
         )

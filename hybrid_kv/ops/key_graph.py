@@ -271,50 +271,6 @@ def check_graph(graph: KeyGraph, unpack: Callable[[Tensor, int], Tensor] = unpac
         raise ConfigError("keys_of of a graph must be ascending; the graph is damaged")
 
 
-def check_extends(
-    graph: KeyGraph,
-    keys: Tensor,
-    params: BuildParams,
-    unpack: Callable[[Tensor, int], Tensor] = unpack_lists,
-) -> None:
-    """Checks that a graph can be extended to keys [N, D]; unpack as for `check_graph`.
-
-    Raises:
-        ShapeError: it is over more keys.
-        ConfigError: params are for another degree.
-    """
-    check_graph(graph, unpack)
-    if len(graph) > len(keys):
-        raise ShapeError(f"a graph links {len(graph)} keys, but there are only {len(keys)}")
-    if graph.degree != params.max_degree:
-        raise ConfigError(f"max_degree must be the graph's {graph.degree}, got {params.max_degree}")
-
-
-def lists_of_keys(graph: KeyGraph, num_keys: int) -> Tensor:
-    """[num_keys] int32, each key's node, or -1."""
-    found = torch.full((num_keys,), -1, dtype=torch.int32)
-    found[graph.keys_of.long()] = torch.arange(len(graph.keys_of), dtype=torch.int32)
-    return found
-
-
-def keys_of_lists(list_of: Tensor) -> Tensor:
-    """[num_lists] int64, the key of each list."""
-    keys = (list_of >= 0).nonzero()[:, 0]
-    ordered = torch.empty_like(keys)
-    ordered[list_of[keys].long()] = keys
-    return ordered
-
-
-def in_key_order(key_of: Tensor, neighbours: Tensor, entries: Tensor) -> tuple[Tensor, ...]:
-    """The same keys_of, neighbours and entries, with nodes numbered in the order of their keys."""
-    if bool((key_of.diff() > 0).all()):
-        return key_of.to(torch.int32), neighbours, entries
-    order = key_of.argsort()
-    place = torch.full((len(order) + 1,), -1, dtype=torch.int32)  # -1 finds the last one
-    place[order] = torch.arange(len(order), dtype=torch.int32)
-    return key_of[order].to(torch.int32), place[neighbours[order].long()], place[entries.long()]
-
-
 def query_points(keys: Tensor, rows: Tensor, queries: Tensor, metric_dims: int) -> Tensor:
     """Keys as the queries see them: [len(rows), 32] int16, magnitudes up to 4095.
 

@@ -198,6 +198,10 @@ def settings_of_file(tree: Mapping[str, Any]) -> dict[str, Any]:
                 if name not in own and is_former(kind, name)
             }
             known = {name: value for name, value in index.items() if name in own}
+            if "sizes" in known:
+                known["sizes"] = {
+                    name: value for name, value in known["sizes"].items() if not is_removed(name)
+                }
             kept["cold"]["index"] = known | ({"sizes": sizes} if sizes else {})
     return kept
 

@@ -75,7 +75,7 @@ def _mixed_file(path: Path, sketched: SketchIndex) -> bytes:
     """The first head by its sketch, the second by a graph."""
     keys = keys_of_file()
     report, params = HeadReport("graph", "for a test", 7), sketched.params
-    graph = GraphIndex.serving(GraphIndex.Params(), keys[1:], [report], [_graph(keys[1], 4)], 1)
+    graph = GraphIndex.serving(GraphIndex.Params(), keys[1:], [report], [_graph(keys[1], 4)])
     own = SketchIndex.serving(params, keys[:1], sketched.reports[:1], sketched._coded.sketches)
     index = AutoIndex(AutoIndex.Params())
     index.build(keys, None)

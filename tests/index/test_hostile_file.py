@@ -50,6 +50,17 @@ def test_a_hostile_file_is_refused_or_searched_within_its_keys(
     load_and_search(path, keys_of_file(), QUERIES)
 
 
+def test_a_graph_with_settings_that_were_removed_is_read(
+    sound: list[bytes], tmp_path: Path
+) -> None:
+    path = tmp_path / "index.hkv"
+    path.write_bytes(sound[2])
+    meta, arrays = read_arrays(path, "graph")
+    meta["params"] |= {"link_keys": 0, "link_positions": 1024}
+    write_arrays(path, "graph", meta, arrays)
+    assert GraphIndex.load(path, keys_of_file()).reports
+
+
 def test_slots_behind_the_degree_are_checked_too(sound: list[bytes], tmp_path: Path) -> None:
     """A search reads whole lists; those of degree 17 have 15 slots that hold no neighbour."""
     path = tmp_path / "index.hkv"
@@ -72,7 +83,6 @@ def test_slots_behind_the_degree_are_checked_too(sound: list[bytes], tmp_path: P
         ("keys", {"shape": [2, 60, 8]}, "was made for other keys"),
         ("degrees", [0, 16], "degree of a graph must be 1..256"),
         ("degrees", [16], "is damaged"),
-        ("group_size", -3, "group_size must be at least 0"),
     ],
 )
 def test_meta_data_that_does_not_fit_is_refused(

@@ -7,6 +7,7 @@ import os
 import resource
 import shutil
 from collections.abc import Iterator
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -285,6 +286,8 @@ def test_a_context_with_settings_that_are_none_any_more_is_opened(
 
     def as_then(content: dict[str, Any]) -> None:
         index = content["config"]["cold"]["index"]
+        index["sizes"] |= {"link_keys": 0, "link_positions": 1024}
+        written.append(deepcopy(content["config"]))
         index |= index.pop("sizes")
         content["config"]["cold"] |= {"max_tokens": None, "min_share": None, "shared": False}
         written.append(content["config"])
@@ -295,7 +298,8 @@ def test_a_context_with_settings_that_are_none_any_more_is_opened(
         llm.context(TEXT).save(tmp_path / "a.hkv")
         rewrite(tmp_path / "a.hkv", as_then)
         llm.open(tmp_path / "a.hkv").close()
-        assert hkv.HybridConfig(**settings_of_file(written[0])) == llm.runtime.config
+        for config in written:
+            assert hkv.HybridConfig(**settings_of_file(config)) == llm.runtime.config
 
 
 def test_a_file_of_another_program_is_refused(

@@ -1,11 +1,10 @@
-"""Graphs over keys in the engine: they are built, extended, and searched for many heads at once."""
+"""Graphs over keys in the engine: they are built, and searched for many heads at once."""
 
 from __future__ import annotations
 
 import ctypes
 import math
 from collections.abc import Sequence
-from copy import copy
 from ctypes import addressof, byref, c_int32, c_int64
 from functools import partial
 
@@ -18,15 +17,10 @@ from hybrid_kv.ops.key_graph import (
     BuildParams,
     KeyGraph,
     Searched,
-    check_extends,
     check_graph,
     check_lists,
     check_params,
-    in_key_order,
-    keys_of_lists,
     list_bytes,
-    lists_of_keys,
-    no_graph,
     num_ranked,
     one_of_each,
     query_points,
@@ -101,71 +95,35 @@ def project(
         BackendUnavailable: there is no engine.
     """
     params = params or BuildParams()
-    return extend(
-        no_graph(params.max_degree), lists, keys, queries, params, pool, extra=extra, engine=engine
-    )
-
-
-def extend(
-    graph: KeyGraph,
-    lists: Tensor,
-    keys: Tensor,
-    queries: Tensor,
-    params: BuildParams | None = None,
-    pool: Pool | None = None,
-    *,
-    extra: Tensor | None = None,
-    engine: ctypes.CDLL | None = None,
-) -> KeyGraph:
-    """Links further keys into a graph, which stays as it is; the result is over all of `keys`.
-
-    A key that `lists` or `extra` name and that has no list yet gets one, by the rule of `project`
-    applied to these lists; the old keys that it links to compete for the last quarter of their
-    lists with it. A new key that nothing names cannot be found afterwards.
-
-    Args:
-        graph: over the first len(graph) of the keys.
-        lists: [Q, K] int32, what queries since then (or sampled ones, searched again) retrieve.
-        keys, queries, params, pool, extra, engine: as for `project`; params.num_entries is not
-            used, and max_degree must be the graph's.
-
-    Raises:
-        ShapeError, ConfigError, BackendUnavailable: as `project`.
-    """
-    params = params or BuildParams(max_degree=graph.degree)
     check_lists(lists, keys, extra)
     check_params(params)
     engine = find_engine(engine)
-    check_extends(graph, keys, params, partial(unpack, pool=pool, engine=engine))
     lists = lists.contiguous()  # kept alive here: the projection only points at them
     extra = None if extra is None else extra.contiguous()
     projection = _describe_projection(lists, extra, len(keys), params)
-    known = len(graph.keys_of)
-    list_of = lists_of_keys(graph, len(keys))
-    num_lists = c_int64(known)
+    list_of = torch.full([len(keys)], -1, dtype=torch.int32)
+    num_lists = c_int64(0)
     library.check(
         engine, engine.hkv_graph_cover(byref(projection), list_of.data_ptr(), byref(num_lists))
     )
-    key_of = keys_of_lists(list_of)
+    key_of = (list_of >= 0).nonzero()[:, 0]  # lists are numbered in the order of their keys
     points = query_points(keys, key_of, queries, params.metric_dims)
     neighbours = host_array([num_lists.value, params.max_degree], torch.int32)
-    neighbours[:known] = unpack(graph.lists, graph.degree, pool, engine)
     entries = torch.empty(params.num_entries, dtype=torch.int32)
     status = engine.hkv_graph_project(
         pool_handle(pool),
         byref(projection),
         list_of.data_ptr(),
         num_lists,
-        known,
+        0,  # lists of a graph that it would be linked into
         points.data_ptr(),
         neighbours.data_ptr(),
         entries.data_ptr(),
     )
     library.check(engine, status)
-    entries = graph.entries if known else entries[entries >= 0]
-    keys_of, neighbours, entries = in_key_order(key_of, neighbours, entries)
     lists = pack(neighbours, pool, engine)
-    return KeyGraph(keys_of, lists, entries, len(keys), params.max_degree)
+    found = entries[entries >= 0]
+    return KeyGraph(key_of.to(torch.int32), lists, found, len(keys), params.max_degree)
 
 
 def _describe_projection(
@@ -241,41 +199,6 @@ class GraphSearcher:
                 )
             tail.append(keys[head : head + 1, len(graph) :], pool)
         self._refer(keys)
-
-    def relink(self, head: int, graph: KeyGraph) -> None:
-        """Searches one head in a longer graph from now on.
-
-        Its nodes have to be among the present ones and the keys beyond them, as they are where
-        `extend` was given what this searcher found.
-
-        Raises:
-            ShapeError: they are not.
-        """
-        old, keys = self.graphs[head], self._keys[head : head + 1]
-        wanted = graph.keys_of.long()
-        known, later = wanted[wanted < len(old)], wanted[wanted >= len(old)]
-        place = torch.searchsorted(old.keys_of.long(), known)
-        if not torch.equal(old.keys_of.long()[place.clamp(max=len(old.keys_of) - 1)], known):
-            raise ShapeError(
-                "a longer graph must keep to the nodes of the old one and later keys, got others; "
-                "build the searcher anew"
-            )
-        rows = self.rows[head].take(0, place)
-        rows.extend(keys.index_select(1, later))
-        tail = rows.like(0, with_blocks=True)
-        tail.append(keys[:, len(graph) :])
-        self.graphs = (*self.graphs[:head], graph, *self.graphs[head + 1 :])
-        self.rows = (*self.rows[:head], rows, *self.rows[head + 1 :])
-        self._tails = (*self._tails[:head], tail, *self._tails[head + 1 :])
-        self._refer(self._keys)
-
-    def of_head(self, head: int) -> GraphSearcher:
-        """A searcher of one head alone, over the same rows, for as long as nothing is appended."""
-        alone = copy(self)
-        alone.graphs, alone.rows = (self.graphs[head],), (self.rows[head],)
-        alone._tails = (self._tails[head],)
-        alone._refer(self._keys[head : head + 1])
-        return alone
 
     @property
     def memory_bytes(self) -> int:

@@ -141,20 +141,6 @@ class QuantisedKeys:
         taken._describe()
         return taken
 
-    def extend(self, keys: Tensor, pool: Pool | None = None) -> None:
-        """Quantises further keys [1, n, D] behind the rows held, wherever they lie.
-
-        Raises:
-            ShapeError, ConfigError: they cannot be read.
-        """
-        added = self.like(0, with_rows=True)
-        added.append(keys, pool)
-        first, self.count = self.count, self.count + added.count
-        self._reserve(self.count)
-        self.rows[0, first : self.count] = added.rows[0, : added.count]
-        self.scale_codes[0, first : self.count] = added.scale_codes[0, : added.count]
-        self._describe()
-
     @property
     def arrays(self) -> tuple[Tensor, ...]:
         """Arrays that `structs` refer to; who keeps the one keeps the other."""

@@ -22,14 +22,9 @@ from hybrid_kv.ops.key_graph import (
     BuildParams,
     KeyGraph,
     Searched,
-    check_extends,
     check_graph,
     check_lists,
     check_params,
-    in_key_order,
-    keys_of_lists,
-    lists_of_keys,
-    no_graph,
     num_ranked,
     one_of_each,
     pack_lists,
@@ -72,29 +67,10 @@ def project(
         ConfigError: a parameter is out of range, or a list names a key that does not exist.
     """
     params = params or BuildParams()
-    return extend(no_graph(params.max_degree), lists, keys, queries, params, extra=extra)
-
-
-def extend(
-    graph: KeyGraph,
-    lists: Tensor,
-    keys: Tensor,
-    queries: Tensor,
-    params: BuildParams | None = None,
-    *,
-    extra: Tensor | None = None,
-) -> KeyGraph:
-    """Links further keys into a graph; see `hybrid_kv.ops.native.graph.extend`.
-
-    Raises:
-        ShapeError, ConfigError: as `project`.
-    """
-    params = params or BuildParams(max_degree=graph.degree)
     check_lists(lists, keys, extra)
     check_params(params)
-    check_extends(graph, keys, params)
-    list_of = _cover(graph, lists, extra, len(keys))
-    key_of = keys_of_lists(list_of)
+    list_of = _cover(lists, extra, len(keys))
+    key_of = (list_of >= 0).nonzero()[:, 0]
     points = query_points(keys, key_of, queries, params.metric_dims)
 
     def nodes(ids: Tensor, none: int) -> _Ints:
@@ -105,7 +81,7 @@ def extend(
     linked, popular = _project(
         nodes(lists, len(key_of)),
         nodes(further, len(key_of)),
-        unpack_lists(graph.lists, graph.degree).numpy().astype(np.int64),
+        params.max_degree,
         points.numpy().astype(np.int64),
         _rank_weights(lists.shape[1]),
         params.cap,
@@ -113,17 +89,15 @@ def extend(
         np.float32(params.alpha),
         np.uint64(params.seed),
     )
-    entries = graph.entries
-    if len(graph.keys_of) == 0:
-        order = np.lexsort((np.arange(len(popular)), -popular))[: params.num_entries]
-        entries = torch.from_numpy(order).to(torch.int32)
+    order = np.lexsort((np.arange(len(popular)), -popular))[: params.num_entries]
+    entries = torch.from_numpy(order).to(torch.int32)
     neighbours = torch.from_numpy(linked).to(torch.int32)
-    keys_of, neighbours, entries = in_key_order(key_of, neighbours, entries)
-    return KeyGraph(keys_of, pack_lists(neighbours), entries, len(keys), params.max_degree)
+    keys_of, lists = key_of.to(torch.int32), pack_lists(neighbours)
+    return KeyGraph(keys_of, lists, entries, len(keys), params.max_degree)
 
 
-def _cover(graph: KeyGraph, lists: Tensor, extra: Tensor | None, num_keys: int) -> Tensor:
-    """list_of [N] with lists for all keys that are named, new ones in the order of the keys."""
+def _cover(lists: Tensor, extra: Tensor | None, num_keys: int) -> Tensor:
+    """list_of [N] with lists for all keys that are named, in the order of the keys."""
     named = lists.reshape(-1)
     if extra is not None:
         named = torch.cat([named, extra.reshape(-1)])
@@ -134,10 +108,9 @@ def _cover(graph: KeyGraph, lists: Tensor, extra: Tensor | None, num_keys: int) 
     is_named = is_named[:-1]
     if extra is not None:
         is_named |= (extra >= 0).any(1)
-    list_of = lists_of_keys(graph, num_keys)
-    new = (is_named & (list_of < 0)).nonzero()[:, 0]
-    first = len(graph.keys_of)
-    list_of[new] = torch.arange(first, first + len(new), dtype=torch.int32)
+    list_of = torch.full([num_keys], -1, dtype=torch.int32)
+    named = is_named.nonzero()[:, 0]
+    list_of[named] = torch.arange(len(named), dtype=torch.int32)
     return list_of
 
 
@@ -151,26 +124,23 @@ def _compiled(function: Any) -> Any:
 
 
 @_compiled
-def _project(lists, extra, known, points, weights, cap, candidates, alpha, seed):  # type: ignore[no-untyped-def]
-    """[nodes, degree] neighbours as nodes, -1 for none, and how many queries retrieved each.
-
-    known: [old nodes, degree], the neighbours of the nodes that are linked already.
-    """
-    num_nodes, (first, degree) = len(points), known.shape
+def _project(lists, extra, degree, points, weights, cap, candidates, alpha, seed):  # type: ignore[no-untyped-def]
+    """[nodes, degree] neighbours as nodes, -1 for none, and how many queries retrieved each."""
+    num_nodes = len(points)
     starts, visits = _invert(lists, num_nodes)
-    own = np.full((num_nodes - first, degree), -1, np.int64)
+    own = np.full((num_nodes, degree), -1, np.int64)
     weight = np.zeros(num_nodes + 1, np.int64)
-    for node in range(first, num_nodes):
+    for node in range(num_nodes):
         some = _choose_visits(
             visits[starts[node] : starts[node + 1]], node, lists.shape[1], cap, seed
         )
         heaviest = _heaviest(node, some, lists, extra, weights, weight, candidates, cap)
-        _prune(node, heaviest, 0, own[node - first], points, alpha)
+        _prune(node, heaviest, 0, own[node], points, alpha)
     starts_in, edges = _invert(own, num_nodes)
     linked = np.full((num_nodes, degree), -1, np.int64)
     for node in range(num_nodes):
-        chosen_by = first + edges[starts_in[node] : starts_in[node + 1]] // degree
-        mine = own[node - first] if node >= first else known[node]
+        chosen_by = edges[starts_in[node] : starts_in[node + 1]] // degree
+        mine = own[node]
         _link(node, mine[mine >= 0], chosen_by, linked[node], points, alpha)
     return linked, starts[1:] - starts[:-1]
 

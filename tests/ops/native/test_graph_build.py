@@ -9,13 +9,12 @@ from torch import Tensor
 from hybrid_kv.errors import ConfigError, ShapeError
 from hybrid_kv.ops.key_graph import BuildParams, KeyGraph, query_points
 from hybrid_kv.ops.native import library
-from hybrid_kv.ops.native.graph import extend, project
+from hybrid_kv.ops.native.graph import project
 from hybrid_kv.ops.native.library import Pool
 from tests.ops.native import graph_oracle as portable
 from tests.ops.native.engines import each_engine, needs_engine
 from tests.ops.native.graph_data import (
     Head,
-    exact_lists,
     make_head,
     neighbours_of,
     reachable,
@@ -126,72 +125,6 @@ def test_no_lists_at_all(isa: str) -> None:
     graph = both(head, isa)
     assert len(graph) == 40
     assert (len(graph.keys_of), len(graph.lists), len(graph.entries)) == (0, 0, 0)
-
-
-def grown(isa: str, steps: list[int], max_degree: int = 16) -> tuple[Head, KeyGraph]:
-    """A head that was built over its first 1000 keys and extended in steps, beside the twin."""
-    head = make_head(steps[-1], 32, num_queries=600)
-    engine = library.load(isa)
-    params = BuildParams(max_degree=max_degree, cap=8)
-    first = Head(head.keys[:1000], head.queries, exact_lists(head.keys[:1000], head.queries, 20))
-    graph = twin = project(first.lists, first.keys, head.queries, params, engine=engine)
-    for count in steps:
-        keys = head.keys[:count]
-        more = make_head(count, 32, num_queries=150, seed=count).queries
-        arguments = (exact_lists(keys, more, 20), keys, head.queries, params)
-        graph = extend(graph, *arguments, engine=engine)
-        twin = portable.extend(twin, *arguments)
-    assert_same(graph, twin)
-    return head, graph
-
-
-@each_engine
-@pytest.mark.parametrize("max_degree", [16, 64])
-@pytest.mark.parametrize("steps", [[1000], [1001], [1200, 1201, 1600]])
-def test_the_twin_extends_the_same(isa: str, steps: list[int], max_degree: int) -> None:
-    _, graph = grown(isa, steps, max_degree)
-    assert len(graph) == steps[-1]
-
-
-@each_engine
-def test_extending_reaches_new_keys_and_leaves_the_old_graph(isa: str) -> None:
-    head = make_head(2000, 32, num_queries=900)
-    engine = library.load(isa)
-    old = Head(head.keys[:1500], head.queries, exact_lists(head.keys[:1500], head.queries, 20))
-    graph = old.graph(engine, max_degree=16)
-    before = graph.lists.clone()
-    larger = extend(graph, head.lists, head.keys, head.queries, engine=engine)
-    assert torch.equal(graph.lists, before)
-    assert len(graph) == 1500
-    named = head.lists.unique()
-    is_found = torch.isin(named.long(), reachable(larger))
-    assert is_found.float().mean() > 0.99
-    assert int((named >= 1500).sum()) > 100
-    assert torch.equal(larger.keys_of, torch.cat([graph.keys_of, head.lists.flatten()]).unique())
-    for row in neighbours_of(larger).tolist():
-        kept = [key for key in row if key >= 0]
-        assert len(set(kept)) == len(kept)
-
-
-@each_engine
-def test_extending_by_nothing_changes_nothing(isa: str) -> None:
-    head = make_head(300, 16)
-    engine = library.load(isa)
-    graph = head.graph(engine)
-    no_lists = head.lists[:0]
-    assert_same(graph, extend(graph, no_lists, head.keys, head.queries, engine=engine))
-    assert_same(graph, extend(graph, head.lists, head.keys, head.queries, engine=engine))
-
-
-@pytest.mark.parametrize("more", [extend, portable.extend])
-def test_what_cannot_be_extended(more: object) -> None:
-    head = make_head(50, 16)
-    graph = head.graph(library.load("baseline"), max_degree=32)
-    arguments = (head.lists, head.keys, head.queries)
-    with pytest.raises(ConfigError, match="max_degree must be the graph's 32, got 64"):
-        more(graph, *arguments, BuildParams())  # type: ignore[operator]
-    with pytest.raises(ShapeError, match="links 50 keys, but there are only 49"):
-        more(graph, head.lists, head.keys[:49], head.queries)  # type: ignore[operator]
 
 
 @each_engine

@@ -9,14 +9,13 @@ from torch import Tensor
 from hybrid_kv.errors import ConfigError, ShapeError
 from hybrid_kv.ops.key_graph import Searched, no_graph
 from hybrid_kv.ops.native import library
-from hybrid_kv.ops.native.graph import GraphSearcher, extend
+from hybrid_kv.ops.native.graph import GraphSearcher
 from hybrid_kv.ops.native.library import Pool
 from hybrid_kv.ops.native.rows import QuantisedKeys
 from tests.ops.native import graph_oracle as portable
 from tests.ops.native.engines import each_engine, needs_engine
 from tests.ops.native.graph_data import (
     Head,
-    exact_lists,
     make_graph,
     make_head,
     reachable,
@@ -476,48 +475,3 @@ def test_appended_keys_are_all_scored(isa: str) -> None:
     assert searcher.memory_bytes == before + -(-1300 // 16) * (72 // 4 + 1) * 64  # whole blocks
     with pytest.raises(ShapeError, match="must hold the"):
         searcher.append(head.keys[None, :2999])
-
-
-@each_engine
-def test_a_longer_graph_is_searched_as_if_it_had_been_there_from_the_start(isa: str) -> None:
-    head, engine = make_head(2000, 72), library.load(isa)
-    known = Head(head.keys[:1500], head.queries, exact_lists(head.keys[:1500], head.queries, 20))
-    old = known.graph(engine, max_degree=16)
-    queries = make_queries(head, 5)
-    searcher = known.searcher(engine, old)
-    searcher.append(head.keys[None])
-    found = searcher.search(head.queries[None], 20).ids[0].to(torch.int32)
-    among = found.masked_fill(found >= 1900, -1)  # the last hundred keys stay outside
-    longer = extend(old, among, head.keys[:1900], head.queries, engine=engine)
-    nodes = longer.keys_of.long()
-    assert 0 < int((nodes >= 1500).sum()) < 400
-    rows = searcher.rows[0].like(0, with_rows=True)  # with the statistics of the old one
-    rows.append(head.keys[None, nodes])
-    expected = GraphSearcher(head.keys[None], [rows], [longer], engine=engine)
-    searcher.relink(0, longer)
-    assert_same(searcher.search(queries, 20), expected.search(queries, 20))
-    more = torch.cat([head.keys, head.keys[:30] + 0.1])[None]
-    for grown in (searcher, expected):
-        grown.append(more)
-    assert_same(searcher.search(queries, 20), expected.search(queries, 20))
-
-
-@each_engine
-def test_a_longer_graph_with_other_nodes_is_refused(isa: str) -> None:
-    head, engine = make_head(2000, 32), library.load(isa)
-    searcher = head.searcher(engine, head.graph(engine))
-    other = make_head(2000, 32, seed=5).graph(engine)
-    with pytest.raises(ShapeError, match="must keep to the nodes of the old one"):
-        searcher.relink(0, other)
-
-
-@each_engine
-def test_one_head_of_a_layer_can_be_searched_alone(isa: str) -> None:
-    engine, heads = library.load(isa), [make_head(900, 32, seed=seed) for seed in (1, 2)]
-    graphs = [head.graph(engine) for head in heads]
-    rows = [head.rows(engine, graph) for head, graph in zip(heads, graphs, strict=True)]
-    keys = torch.stack([head.keys for head in heads])
-    both = GraphSearcher(keys, rows, graphs, engine=engine)
-    queries = make_queries(heads[1], 3)
-    alone = both.of_head(1).search(queries, 9)
-    assert_same(alone, heads[1].searcher(engine, graphs[1]).search(queries, 9))
