@@ -107,10 +107,6 @@ class Ragged:
         owned = {name: writable(column) for name, column in columns.items()}
         return replace(self, columns={**self.columns, **owned})
 
-    def without_columns(self, *names: str) -> Self:
-        """Less some columns."""
-        return replace(self, columns={n: c for n, c in self.columns.items() if n not in names})
-
     def extended(self, more: Ragged) -> Self:
         """These and, behind them in every head, the rows of `more`.
 
@@ -185,15 +181,13 @@ class Ragged:
         lengths = tuple(n - count for n, count in zip(self.lengths, counts, strict=True))
         return replace(self, starts=starts, lengths=lengths)
 
-    def copied(self, *, room: int = 0) -> Self:
+    def copied(self) -> Self:
         """The same rows in memory of their own, which fits."""
-        columns = {}
-        sizes = [n + room for n in self.lengths]
-        starts = _starts(sizes)
+        columns, starts = {}, _starts(self.lengths)
         for name, column in self.columns.items():
-            columns[name] = column.new_zeros(sum(sizes), *column.shape[1:])
+            columns[name] = column.new_zeros(sum(self.lengths), *column.shape[1:])
             _copy(column, self.starts, columns[name], starts, self.lengths)
-        memory = SharedRows.behind(starts, self.lengths, room)
+        memory = SharedRows.behind(starts, self.lengths, 0)
         return replace(self, columns=columns, starts=starts, _room=memory)
 
     @property

@@ -231,24 +231,21 @@ class LayerSteps:
         return float((self.lse - exact.lse).exp().mean().clamp(max=1))
 
 
-def layer_bytes(num_tokens: int, shape: LayerShape = LLAMA_3_8B) -> int:
+def layer_bytes(num_tokens: int) -> int:
     """Host memory that `measure_steps` takes at most: what is made up, K and V twice, and an index
     of as many bytes again.
     """
-    kv = num_tokens * bytes_per_token(shape, LAYER_DTYPE)
-    return context_bytes((shape,), num_tokens, LAYER_DTYPE.itemsize) + 3 * kv
+    kv = num_tokens * bytes_per_token(LLAMA_3_8B, LAYER_DTYPE)
+    return context_bytes((LLAMA_3_8B,), num_tokens, LAYER_DTYPE.itemsize) + 3 * kv
 
 
-def make_context(
-    num_tokens: int, steps: int, *, shape: LayerShape = LLAMA_3_8B, seed: int = 0
-) -> SyntheticContext:
+def make_context(num_tokens: int, steps: int) -> SyntheticContext:
     """KV and queries of a made-up text for one layer; its heads are turned copies of one."""
     return SyntheticContext(
-        ModelInfo((shape,)),
+        ModelInfo((LLAMA_3_8B,)),
         num_tokens,
         max_steps=steps + _WARMUP_STEPS,
         made_heads=1,
-        seed=seed,
         keep=True,
     )
 
@@ -256,9 +253,8 @@ def make_context(
 def measure_steps(
     context: SyntheticContext,
     config: HybridConfig,
-    shape: LayerShape = LLAMA_3_8B,
     *,
-    check: Callable[[], None] = lambda: None,
+    check: Callable[[], None],
 ) -> LayerSteps:
     """Decodes as many steps as the context was made for under a method, the first ones unmeasured.
 
@@ -267,11 +263,11 @@ def measure_steps(
     Args:
         check: called before each step; what it raises ends the measurement.
     """
-    info = ModelInfo((shape,))
+    info = ModelInfo((LLAMA_3_8B,))
     cache = FilledKV(info, config.replace(index_build="wait"), context)
     try:
         with torch.inference_mode():
-            return _measure(cache, context, config, shape, check)
+            return _measure(cache, context, config, LLAMA_3_8B, check)
     finally:
         cache.close()
 

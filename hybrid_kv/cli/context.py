@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperGroup
 
 from hybrid_kv.cli import INTERRUPTED
 from hybrid_kv.cli.display import human_bytes, human_seconds, note, stats_line
-from hybrid_kv.cli.known_names import refuse_unknown_verb
+from hybrid_kv.cli.known_names import KnownVerbs
 from hybrid_kv.cli.options import (
     CacheOptions,
     ChatOptions,
@@ -44,16 +43,6 @@ ModelOption = Annotated[
         rich_help_panel="Model and cache",
     ),
 ]
-
-
-class ContextVerbs(TyperGroup):
-    """Verbs on saved contexts."""
-
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """The verb that is meant; ConfigError with the nearest name where there is none."""
-        if not ctx.resilient_parsing:
-            refuse_unknown_verb(args[0], self.commands)
-        return super().resolve_command(ctx, args)
 
 
 def build(
@@ -217,7 +206,7 @@ def verify(context: ContextArgument, *, output: OutputOptions) -> None:
     )
 
 
-app = typer.Typer(cls=ContextVerbs, no_args_is_help=True, rich_markup_mode="rich")
+app = typer.Typer(cls=KnownVerbs, no_args_is_help=True, rich_markup_mode="rich")
 
 _EXAMPLES: dict[Callable[..., None], str] = {
     build: "hybrid-kv context build smollm2 book.md notes.pdf -o book.hkv",

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import typer
+from typer.core import TyperGroup
 
 from hybrid_kv.errors import ConfigError, HybridKVError, unknown_name, unknown_setting
 from hybrid_kv.former import is_former
@@ -198,7 +199,13 @@ def refuse_foreign_bytes(words: Iterable[str]) -> None:
             ) from None
 
 
-def refuse_unknown_verb(name: str, known: Iterable[str]) -> None:
-    """Raises ConfigError with the nearest verb unless `name` is a verb or an option."""
-    if name not in set(known) and not name.startswith("-"):
-        raise unknown_name("verb", name, known)
+class KnownVerbs(TyperGroup):
+    """A group of verbs that refuses others."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """The verb that is meant; ConfigError with the nearest name where there is none."""
+        name = args[0]
+        # While a shell asks what may follow, a verb is not yet written to its end.
+        if name not in self.commands and not name.startswith("-") and not ctx.resilient_parsing:
+            raise unknown_name("verb", name, self.commands)
+        return super().resolve_command(ctx, args)

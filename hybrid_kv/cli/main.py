@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from typing import Annotated, Any, NoReturn
 
 import typer
-from typer.core import TyperGroup
 
 from hybrid_kv.cli import ENDED, INTERRUPTED
 from hybrid_kv.cli.context import app as context
@@ -19,7 +18,7 @@ from hybrid_kv.cli.demo import demo
 from hybrid_kv.cli.doctor import doctor
 from hybrid_kv.cli.evaluate import evaluate
 from hybrid_kv.cli.generate import chat, generate
-from hybrid_kv.cli.known_names import asked_for, describe, refuse_foreign_bytes, refuse_unknown_verb
+from hybrid_kv.cli.known_names import KnownVerbs, asked_for, describe, refuse_foreign_bytes
 from hybrid_kv.cli.ls import ls, pull
 from hybrid_kv.cli.methods import heads, methods
 from hybrid_kv.cli.options import grouped
@@ -29,14 +28,8 @@ from hybrid_kv.cli.report import report
 from hybrid_kv.cli.serve import serve
 
 
-class Verbs(TyperGroup):
+class Verbs(KnownVerbs):
     """The verbs; every error leaves as one sentence on stderr and an exit code."""
-
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """The verb that is meant; ConfigError with the nearest name where there is none."""
-        if not ctx.resilient_parsing:  # as it is while a shell asks what may follow
-            refuse_unknown_verb(args[0], self.commands)
-        return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
         """Runs a verb; Ctrl-C that the verb has no answer to ends it with a line."""

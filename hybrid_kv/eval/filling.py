@@ -53,7 +53,6 @@ class SyntheticContext:
     Args:
         num_tokens: N, of the context.
         max_steps: decode steps for which there are queries.
-        profile: of the heads, a name of `PROFILES`.
         made_heads: KV heads that are made; the rest are turned copies.
         keep: keeps K and V of every layer, so that further caches are filled quicker.
 
@@ -67,7 +66,6 @@ class SyntheticContext:
         num_tokens: int,
         *,
         max_steps: int = 512,
-        profile: str = "paper",
         made_heads: int = 2,
         seed: int = 0,
         keep: bool = False,
@@ -85,7 +83,7 @@ class SyntheticContext:
         self._shapes = {shape.layer_idx: shape for shape in info.layers}
         self._made = [
             SyntheticHead(
-                PROFILES[profile],
+                PROFILES["paper"],
                 num_tokens,
                 head_dim=head_dim,
                 num_q_heads=group,

@@ -157,7 +157,7 @@ class AttentionOps(ChosenBackend):
         scale: float,
         softcap: float | None = None,
     ) -> PartialAttention:
-        """See `block_sparse.attend_blocks`."""
+        """See `reference.attend_blocks`."""
         suited = not _needs_gradient(q)
         name = self._choose(op.ATTEND_BLOCKS, q, native=native.serves(k, v), suited=suited)
         return self.bound(op.ATTEND_BLOCKS, name)(q, k, v, mask, scale=scale, softcap=softcap)
@@ -172,14 +172,14 @@ class AttentionOps(ChosenBackend):
         scale: float,
         softcap: float | None = None,
     ) -> PartialAttention:
-        """See `block_sparse.attend_at`."""
+        """See `reference.attend_at`."""
         attend = self._take(op.ATTEND_AT, q, native=native.serves(k, v))
         return attend(q, k, v, positions, scale=scale, softcap=softcap)
 
     def block_masses(
         self, q: Tensor, k: Tensor, positions: Tensor, *, scale: float, softcap: float | None = None
     ) -> Tensor:
-        """See `block_sparse.block_masses`."""
+        """See `reference.block_masses`."""
         masses = self._take(op.BLOCK_MASSES, q, native=native.serves(k, k))
         return masses(q, k, positions, scale=scale, softcap=softcap)
 

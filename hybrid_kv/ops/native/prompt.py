@@ -71,7 +71,7 @@ def attend_blocks(
     softcap: float | None = None,
     pool: Pool | None = None,
 ) -> PartialAttention:
-    """See `block_sparse.attend_blocks`. Out is in the dtype of q."""
+    """See `reference.attend_blocks`. Out is in the dtype of q."""
     return attend_prompt(q, k, v, scale=scale, softcap=softcap, mask=mask, pool=pool)
 
 
@@ -85,7 +85,7 @@ def attend_at(
     softcap: float | None = None,
     pool: Pool | None = None,
 ) -> PartialAttention:
-    """See `block_sparse.attend_at`. Out is in the dtype of q."""
+    """See `reference.attend_at`. Out is in the dtype of q."""
     return attend_prompt(q, k, v, scale=scale, softcap=softcap, positions=positions, pool=pool)
 
 
@@ -98,7 +98,7 @@ def block_masses(
     softcap: float | None = None,
     pool: Pool | None = None,
 ) -> Tensor:
-    """See `block_sparse.block_masses`."""
+    """See `reference.block_masses`."""
     masses = torch.empty(*q.shape[:3], k.shape[2] // KEY_BLOCK)
     attend = partial(attend_prompt, scale=scale, softcap=softcap, positions=positions, pool=pool)
     attend(q, k, k, block_masses=masses)

@@ -24,7 +24,7 @@ def attend_blocks(
     scale: float,
     softcap: float | None = None,
 ) -> PartialAttention:
-    """See `block_sparse.attend_blocks`; out is in the dtype of q.
+    """See `reference.attend_blocks`; out is in the dtype of q.
 
     A program attends some rows of a query block for one KV head. A row is a token and a query head,
     and all query heads of a token follow one another: they read the same keys.

@@ -241,9 +241,9 @@ def bytes_table(title: str, entries: Sequence[Entry]) -> Table:
     return Table(title, ["method", *(kind.replace("_", " ") for kind in kinds), "sum"], cells)
 
 
-def worst_heads_table(heads: Sequence[AuditedHead], most: int = 10) -> Table:
+def worst_heads_table(heads: Sequence[AuditedHead]) -> Table:
     """The heads that missed most."""
-    worst = sorted(heads, key=lambda head: head.missed_mass, reverse=True)[:most]
+    worst = sorted(heads, key=lambda head: head.missed_mass, reverse=True)[:10]
     rows = [
         [
             f"{head.layer} · {head.kv_head}",
