@@ -9,6 +9,7 @@ made.
 
 from __future__ import annotations
 
+from functools import wraps
 from typing import Any
 
 from hybrid_kv.errors import BackendUnavailable
@@ -16,7 +17,7 @@ from hybrid_kv.vllm.settings import CONNECTOR, check_backend
 
 TRIED = ("0.32.0",)
 """Versions of vLLM whose interfaces were tried; they move from one to the next."""
-CUDA = "hybrid_kv.vllm.cuda"
+OURS = CPU, CUDA = "hybrid_kv.vllm.backend", "hybrid_kv.vllm.cuda"
 
 
 def register() -> None:
@@ -34,37 +35,43 @@ def register() -> None:
     from hybrid_kv.vllm.counters import publish
 
     check_version(vllm.__version__)
-    register_backend(AttentionBackendEnum.CPU_ATTN, "hybrid_kv.vllm.backend.HybridBackend")
+    register_backend(AttentionBackendEnum.CPU_ATTN, f"{CPU}.HybridBackend")
     if current_platform.is_cuda():
         kind = "Flash" if current_platform.has_device_capability(80) else "Triton"
         register_backend(AttentionBackendEnum.CUSTOM, f"{CUDA}.{kind}PageBackend")
-        _watch_choice(current_platform)
+    _watch_choice()
     if CONNECTOR not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(CONNECTOR, "hybrid_kv.vllm.connector", CONNECTOR)
     publish()
 
 
-def _watch_choice(platform: Any) -> None:
-    """Refuse settings of ours where vLLM on CUDA takes another backend, which would not read them.
+def _watch_choice() -> None:
+    """Refuse settings of ours where vLLM takes another backend, which would not read them.
 
-    vLLM asks the platform for the backend of each layer, and has no hook of its own there.
+    vLLM asks here for the backend of each layer, and has no hook of its own. The function keeps
+    what it found for the next engine of the process, whose settings may be others.
     """
-    stock = platform.get_attn_backend_cls
+    from vllm.v1.attention import selector
+
+    stock = selector._cached_get_attn_backend
     if getattr(stock, "watches", False):
         return
 
-    def watched(selected: Any, attn_selector_config: Any, num_heads: int | None = None) -> Any:
+    @wraps(stock)
+    def watched(backend: Any, attn_selector_config: Any, *args: Any, **kwargs: Any) -> Any:
         from vllm.config import get_current_vllm_config
+        from vllm.platforms import current_platform
 
-        found = stock(selected, attn_selector_config, num_heads)
+        found = stock(backend, attn_selector_config, *args, **kwargs)
         attends_all = not attn_selector_config.has_sliding_window
         attends_all = attends_all and attn_selector_config.attn_type == "decoder"
-        if attends_all and not found.startswith(CUDA):
-            check_backend(get_current_vllm_config().additional_config, found)
+        if attends_all and found.__module__ not in OURS:
+            platform = "cuda" if current_platform.is_cuda() else "cpu"
+            check_backend(get_current_vllm_config().additional_config, found.__name__, platform)
         return found
 
-    watched.watches = True  # type: ignore[attr-defined]
-    platform.get_attn_backend_cls = watched
+    watched.watches, watched.cache_clear = True, stock.cache_clear  # type: ignore[attr-defined]
+    selector._cached_get_attn_backend = watched
 
 
 def check_version(version: str) -> None:

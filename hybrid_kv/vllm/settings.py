@@ -168,20 +168,28 @@ def check_config(config: Any) -> None:
         )
 
 
-def check_backend(additional_config: Any, found: str) -> None:
-    """Refuse settings on CUDA where vLLM attends with a backend that is not ours.
+def check_backend(additional_config: Any, found: str, platform: str) -> None:
+    """Refuse settings where vLLM attends with a backend that is not ours.
 
     Args:
-        found: the class that vLLM has chosen.
+        found: name of the class that vLLM has chosen.
+        platform: of METHODS.
 
     Raises:
-        ConfigError: there are settings.
+        ConfigError: there are settings, and another backend can be asked for.
+        UnsupportedModelError: there are settings, and the model has no other backend.
     """
-    if settings_of(additional_config, "cuda") is not None:
+    if settings_of(additional_config, platform) is None:
+        return
+    if platform == "cuda":
         raise ConfigError(
-            "attention_backend must be CUSTOM with hybrid_kv on CUDA, got "
-            f"{found.rpartition('.')[2]}; give --attention-backend CUSTOM, {_OFF}"
+            f"attention_backend must be CUSTOM with hybrid_kv on CUDA, got {found}; give "
+            f"--attention-backend CUSTOM, {_OFF}"
         )
+    raise UnsupportedModelError(
+        f"hybrid_kv inside vLLM does not serve models that attend by {found}; use another model, "
+        f"{_OFF}"
+    )
 
 
 def check_layer(alibi: object, shared_with: str | None) -> None:

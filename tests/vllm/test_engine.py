@@ -26,6 +26,7 @@ from vllm import LLM, SamplingParams
 
 from benchmarks.vllm_tokens.models import RANDOM, VOCAB, save_random
 from hybrid_kv.errors import ConfigError
+from hybrid_kv.vllm.counters import process_counts
 from hybrid_kv.vllm.plugin import register
 
 register()  # as vLLM does where the package is installed
@@ -143,6 +144,10 @@ def test_a_search_serves_long_contexts(folders: dict[str, Path]) -> None:
     assert ours[2] == stock[2]
     same = sum(a == b for a, b in zip(ours[0] + ours[1], stock[0] + stock[1], strict=True))
     assert same >= 4
+    searched = process_counts()["searched_decodes"]
+    assert searched > 0
+    assert tokens(alone, asked, count=8) == stock, "each engine keeps its own settings"
+    assert process_counts()["searched_decodes"] == searched
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from hybrid_kv.errors import ConfigError
+from hybrid_kv.errors import ConfigError, UnsupportedModelError
 from hybrid_kv.vllm import cuda, plugin
 
 
@@ -104,11 +104,22 @@ def test_without_settings_vllm_is_as_it_is(capability: DeviceCapability) -> None
 
 
 def test_settings_are_refused_where_another_backend_attends(capability: DeviceCapability) -> None:
+    assert chosen(configured("TRITON_ATTN")).__name__ == "TritonAttentionBackend", "and is kept"
     config = configured("TRITON_ATTN", {})
     with pytest.raises(ConfigError, match=r"must be CUSTOM .*, got TritonAttentionBackend; give"):
         chosen(config)
     windows = chosen(config, has_sliding_window=True)
     assert not windows.__module__.startswith("hybrid_kv")
+
+
+def test_settings_are_refused_where_a_model_has_another_backend_on_a_cpu() -> None:
+    """Also of an engine after another one of the process."""
+    plugin.register()
+    selector._cached_get_attn_backend.cache_clear()
+    assert not chosen(configured(None), use_mla=True).__module__.startswith("hybrid_kv")
+    with pytest.raises(UnsupportedModelError, match=r"attend by \w+MLABackend; use another"):
+        chosen(configured(None, {}), use_mla=True)
+    assert chosen(configured(None, {})).__module__.startswith("hybrid_kv")
 
 
 @pytest.mark.parametrize(

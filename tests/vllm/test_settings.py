@@ -37,9 +37,11 @@ def test_each_platform_has_methods_of_its_own() -> None:
 
 def test_settings_that_no_backend_reads_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
-    check_backend({}, "vllm.FlashAttentionBackend")
+    check_backend({}, "FlashAttentionBackend", "cuda")
     with pytest.raises(ConfigError, match=r"must be CUSTOM .*, got FlashAttentionBackend; give"):
-        check_backend({"hybrid_kv": {}}, "vllm.FlashAttentionBackend")
+        check_backend({"hybrid_kv": {}}, "FlashAttentionBackend", "cuda")
+    with pytest.raises(UnsupportedModelError, match="models that attend by AmxMlaBackend; use"):
+        check_backend({"hybrid_kv": {}}, "AmxMlaBackend", "cpu")
 
 
 def test_settings_come_from_the_environment_too(monkeypatch: pytest.MonkeyPatch) -> None:
