@@ -42,6 +42,7 @@ class FakeEngine:
     def forget(self) -> None:
         """Is as new."""
         self.pace_s = 0.0
+        self.holds = False  # every token back, until the request is cancelled
         self.seen: list[Request] = []
         self.ended: Counter[str] = Counter()
         self.fails: Exception | None = None
@@ -71,6 +72,8 @@ class FakeEngine:
         reason = "length"
         for number in range(request.max_new_tokens):
             sleep(self.pace_s)
+            while self.holds and not ticket.is_cancelled:
+                sleep(0.01)
             if ticket.is_cancelled:
                 reason = "cancelled"
                 break

@@ -451,12 +451,12 @@ def test_no_request_names_a_file(client: httpx.Client, engine: FakeEngine) -> No
 
 
 def test_a_full_queue_says_when_to_come_back(client: httpx.Client, engine: FakeEngine) -> None:
-    engine.pace_s = 0.05
+    engine.holds = True
     answer = client.post(COMPLETIONS, json=completion(n=9))  # 8 fit
     assert answer.status_code == 429
     assert answer.headers["retry-after"] == "2"
     assert refusal(answer)["code"] == "queue_full"
-    engine.pace_s = 0.0
+    engine.holds = False
     assert client.post(COMPLETIONS, json=completion()).status_code in (200, 429)
     engine.drain(5)
     assert engine.ended["cancelled"] == 8  # those of the refused request did not go on
