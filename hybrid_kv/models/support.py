@@ -273,6 +273,11 @@ def _refuse(model: PreTrainedModel, config: PreTrainedConfig) -> None:
         raise UnsupportedModelError(
             f"{name} keeps no keys and values, so nothing can be tiered; use it without hybrid_kv"
         )
+    if config.model_type == "minimax":
+        raise UnsupportedModelError(
+            f"{name} takes a cache of its own class alone, MiniMaxCache; use it without hybrid_kv, "
+            "or a model such as MiniMax-M2"
+        )
     if "chunked_attention" in get_layer_types_and_kwargs(config)[0]:
         raise UnsupportedModelError(
             f"{name} has layers that attend in chunks, which hybrid_kv does not serve; use a model "

@@ -81,6 +81,7 @@ UNSERVED = {
     "dsa": ("DeepseekV32Config", indexed(), "DSA|MLA|sparse|latent"),
     "glm_dsa": ("GlmMoeDsaConfig", indexed(), "DSA|MLA|sparse|latent"),
     "kimi_linear": ("KimiLinearConfig", small(), "MLA"),
+    "own_cache": ("MiniMaxConfig", small(num_local_experts=2), "cache of its own class alone"),
     "own_attention": ("BloomConfig", {"vocab_size": VOCAB, "hidden_size": 48, "n_head": 2}, "."),
     "recurrent": ("MambaConfig", {"vocab_size": VOCAB, "hidden_size": 48}, "."),
 }
