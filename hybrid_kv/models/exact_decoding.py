@@ -158,7 +158,9 @@ class _Answer:
         return _same_draws(self._ids.device)
 
     def draft(self, logits: Tensor, before: list[int]) -> tuple[int, bool]:
-        token = int(self._choose(torch.cat([self._ids, self._ids.new_tensor([before])], 1), logits))
+        ids = self._ids
+        drafted = torch.tensor([before], dtype=ids.dtype, device=ids.device)
+        token = int(self._choose(torch.cat([ids, drafted], 1), logits))
         return token, token in self._ends
 
     def guess(self, before: list[int], count: int) -> list[int]:

@@ -23,7 +23,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from time import perf_counter
 from typing import Any, Literal
 
@@ -218,12 +218,16 @@ DeadBlock = tuple[Tensor, "Queue", "Pool | None", list[Point]]
 
 
 class Queue:
-    """What one stream of a device was told and has not done yet, in order."""
+    """What one stream of a device was told and has not done yet, in order.
+
+    freed: memory of the stream, which its next allocation may get; until then it is as it was.
+    """
 
     def __init__(self, device: int, timelines: list[Timeline]) -> None:
         self.device, self._timelines = device, timelines
         self.waiting: deque[Launch | Point] = deque()
         self.done = self.told = 0
+        self.freed: list[Tensor] = []
 
     def here(self) -> Point:
         return self, self.told
@@ -589,6 +593,10 @@ class Machine:
             if capture is not None and queue in capture.streams:
                 pool = capture.pool
                 capture.memory.append(whole)
+            else:
+                for freed in queue.freed:
+                    queue.tell(Launch("freed", partial(poison, freed)))
+                queue.freed.clear()
             return Block(whole, queue, pool, self._dead)
 
     def _ran_out(self, num_bytes: int, device: int) -> str:
@@ -610,7 +618,7 @@ class Machine:
                 continue
             for point in users:
                 queue.tell(point)
-            queue.tell(Launch("freed", lambda memory=memory: poison(memory)))
+            queue.freed.append(memory)
 
     # Page-locked memory.
 

@@ -341,3 +341,19 @@ def test_no_capture_begins_beside_work_of_others() -> None:
         assert graph_of(cache)["code"] == "busy"
         forward(cache, 2)
         assert graph_of(cache)["code"] == ""
+
+
+def test_drafts_of_an_exact_answer_are_replayed() -> None:
+    """A verification and its rollback lie between them; tokens are those of full attention."""
+    with hkv.load(llama(), config=small("full")) as llm:
+        expected = llm.generate(tokens(130), max_new_tokens=20).token_ids
+    with emulated(schedule=3, kernels="defined"):
+        model = llama().to("cuda")  # type: ignore[arg-type]
+        with hkv.load(model, config=captured("hybrid")) as llm:
+            found = llm.generate(tokens(130).cuda(), max_new_tokens=20, exact=5)
+    assert found.token_ids == expected
+    assert found.exact is not None
+    assert found.exact.passes > 2
+    assert found.exact.accepted < found.exact.drafted, "some were rolled back"
+    replays = [step["graph"]["replays"] for step in found.steps]
+    assert min(replays) > found.exact.drafted // 2
