@@ -27,7 +27,7 @@ from torch.nn import functional
 
 from hybrid_kv.models.cache_state import replaced
 from hybrid_kv.models.support import is_plain_linear
-from hybrid_kv.ops.native.library import Pool, check, engine_state, pool_here
+from hybrid_kv.ops.native.library import Pool, check, engine_state, pool_here, trials
 from hybrid_kv.ops.native.linear import MAX_TOKENS, BoundLinear, bind, linear, multiplies
 
 _LEAST_GAIN = 1.05
@@ -78,7 +78,9 @@ def trial(products: Products, weights: Iterable[Tensor]) -> ProductTrial:
     """
     found = _trials.get(products)
     if found is None:
-        found = _trials[products] = measure(weights, products.tokens, perf_counter)
+        found = _trials[products] = trials.agree(
+            products, measure(weights, products.tokens, perf_counter)
+        )
     return found
 
 

@@ -28,6 +28,7 @@ from torch.nn.modules import module as torch_module
 
 from hybrid_kv.models.cache_state import replaced
 from hybrid_kv.models.support import is_plain_linear
+from hybrid_kv.ops.native.library import trials
 
 MIN_TOKENS = 64
 """Fewer tokens, over all rows, than these are computed with the weights as they are."""
@@ -79,7 +80,7 @@ def trial(dtype: torch.dtype, num_tokens: int) -> WideningTrial:
     key = TrialKey(dtype, tokens_tried(num_tokens), torch.get_num_threads())
     found = _trials.get(key)
     if found is None:
-        found = _trials[key] = measure(dtype, key.tokens, perf_counter)
+        found = _trials[key] = trials.agree(key, measure(dtype, key.tokens, perf_counter))
     return found
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
+import pickle
 import re
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -111,6 +112,27 @@ def name_waiting(asked: Mapping[NodeWorker, Any], tell: Callable[[str], None]) -
             tell(f"waiting for node {worker.node.name}; others may use its processors")
 
 
+def answers(asked: Mapping[NodeWorker, Any], tell: Callable[[str], None]) -> dict[NodeWorker, Any]:
+    """Answers of workers; those whose node leaves meanwhile are left out.
+
+    Args:
+        asked: references to them.
+
+    Raises:
+        ClusterError: none is left.
+        HybridKVError: as `NodeWorker.result`.
+    """
+    found = {}
+    for worker, reference in asked.items():
+        try:
+            found[worker] = worker.result(reference)
+        except NodeLostError as error:
+            tell(f"{error}; the others go on")
+    if not found:
+        raise ClusterError("no node of the cluster is left; start nodes, and run again")
+    return found
+
+
 def agreed(
     found: Mapping[NodeWorker, NodeFacts], known: NodeFacts, by: str = "this machine has"
 ) -> NodeFacts:
@@ -134,6 +156,39 @@ def agreed(
                     f"got {value}; what comes out would depend on the node"
                 )
     return facts
+
+
+class TrialEnds:
+    """An actor of Ray: how trials end on all nodes, as on the first that has made each."""
+
+    def __init__(self) -> None:
+        self._ends: dict[str, bytes] = {}
+
+    def agree(self, tried: str, end: bytes) -> bytes:
+        """The end that counts of a trial, by its first end."""
+        return self._ends.setdefault(tried, end)
+
+
+def trial_ends() -> Any:
+    """The handle of a new `TrialEnds` on this machine, which a run cannot outlive."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    here = ray.get_runtime_context().get_node_id()
+    place = NodeAffinitySchedulingStrategy(here, soft=False)
+    return ray.remote(TrialEnds).options(num_cpus=0, scheduling_strategy=place).remote()
+
+
+def agree_with(ends: Any) -> None:
+    """Trials of this process end as those of a cluster: the same kernels compute on all nodes."""
+    import ray
+
+    from hybrid_kv.ops.native.library import trials
+
+    def agree(tried: Hashable, end: Any) -> Any:
+        return pickle.loads(ray.get(ends.agree.remote(repr(tried), pickle.dumps(end))))
+
+    trials.agree = agree
 
 
 class _WithoutRay:
@@ -232,13 +287,18 @@ class NodeWorker:
             HybridKVError: the worker raised it; the message begins with the node.
         """
         import ray
-        from ray.exceptions import RayActorError, RayTaskError, WorkerCrashedError
+        from ray.exceptions import (
+            ActorUnschedulableError,
+            RayActorError,
+            RayTaskError,
+            WorkerCrashedError,
+        )
 
         try:
             return ray.get(reference)
         except RayTaskError as error:
             raise self._told(error.cause) from error
-        except (RayActorError, WorkerCrashedError) as error:
+        except (ActorUnschedulableError, RayActorError, WorkerCrashedError) as error:
             if missing := re.search(r"No module named '([\w.]+)'", str(error)):
                 raise ConfigError(
                     f"node {self.node.name} must have the package of this machine, got one without "

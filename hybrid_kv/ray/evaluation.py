@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import cached_property
+from time import monotonic
 from types import TracebackType
 from typing import Any
 
@@ -23,21 +24,29 @@ from hybrid_kv.config import HybridConfig
 from hybrid_kv.contest.arguments import EvalArguments
 from hybrid_kv.contest.evaluation import CellSource, Evaluation
 from hybrid_kv.contest.folder import Key, key_of
+from hybrid_kv.errors import HybridKVError
 from hybrid_kv.plugin import load_plugin
 from hybrid_kv.ray.cluster import (
     ClusterError,
+    ClusterNode,
     NodeFacts,
     NodeLostError,
     NodeWorker,
+    agree_with,
     agreed,
+    alive_nodes,
+    answers,
     connected,
     name_waiting,
+    trial_ends,
 )
 from hybrid_kv.report import Environment, probe_environment
 from hybrid_kv.report.evaluation import Cell, EvalRow
 from hybrid_kv.report.run import environment_on
 from hybrid_kv.saved.identity import model_identity
 
+_LOOK_S = 2.0
+"""From one look at nodes to the next."""
 _MOST_ENDED = 2
 """Workers that one cell may end: it would take a cluster down node by node."""
 
@@ -55,7 +64,7 @@ class ClusterEvaluation(CellSource):
     """An evaluation on all nodes of a cluster; a context manager.
 
     A node computes a context once for all cells of it. Cells that a lost node owed are measured on
-    another one.
+    another one, and nodes that come late take their part.
 
     machine: facts of `EvalArguments.on_machine`, which all nodes have in common.
 
@@ -78,17 +87,20 @@ class ClusterEvaluation(CellSource):
     ) -> None:
         self._tell, self._open = tell, ExitStack()
         self._ended: Counter[Key] = Counter()
-        given = (asked.model_dump(mode="json"), os.getcwd(), list(plugins))
+        self._on_gpu, self._looked = asked.device != "cpu", 0.0
+        self._known: set[str] = set()
+        self._joining: dict[NodeWorker, Any] = {}
         try:
             nodes = self._open.enter_context(connected(address))
-            on_gpu = asked.device != "cpu"
-            self._workers = [NodeWorker(node, EvalWorker, given, on_gpu=on_gpu) for node in nodes]
+            kept = asked.model_dump(mode="json"), os.getcwd(), list(plugins)
+            self._given = trial_ends(), *kept
+            self._workers = [self._worker(node) for node in nodes]
             own = probe_environment().versions
-            facts = agreed(self._answers("facts"), own)
+            self._facts = agreed(self._answers("facts"), own)
         except BaseException:
             self.close()
             raise
-        self.machine = {name: value for name, value in facts.items() if name not in own}
+        self.machine = {name: value for name, value in self._facts.items() if name not in own}
 
     def load(self) -> None:
         """Loads the model on all nodes.
@@ -98,7 +110,10 @@ class ClusterEvaluation(CellSource):
             ModelNotFoundError: a node does not have it.
         """
         loaded: dict[NodeWorker, LoadedEvaluation] = self._answers("load")
-        agreed({worker: {"weights": one.weights} for worker, one in loaded.items()}, {})
+        weights: dict[NodeWorker, NodeFacts] = {
+            worker: {"weights": one.weights} for worker, one in loaded.items()
+        }
+        self._facts = agreed(weights, self._facts)
         self._loaded = next(iter(loaded.values()))
 
     @property
@@ -128,16 +143,21 @@ class ClusterEvaluation(CellSource):
 
         waiting, idle, jobs = _by_context(keys), deque(self._workers), list[_Job]()
         while waiting or jobs:
+            if waiting:
+                idle += self._joined()
             while waiting and idle:
                 worker, context = idle.popleft(), waiting.popleft()
                 jobs.append(_Job(worker, worker.stream("measure", context), context))
-            if not jobs:
+            awaited = [*(job.stream for job in jobs), *self._joining.values()]
+            if not awaited:
                 raise ClusterError(
                     "no node of the cluster is left; the results so far are kept: start nodes, and "
                     "run the same command again"
                 )
-            streams, _ = ray.wait([job.stream for job in jobs], num_returns=1)
-            job = next(job for job in jobs if job.stream is streams[0])
+            ready, _ = ray.wait(awaited, num_returns=1, timeout=_LOOK_S)
+            job = next((job for job in jobs if job.stream in ready), None)
+            if job is None:
+                continue
             try:
                 cell: Cell = job.worker.result(next(job.stream))
             except StopIteration:
@@ -169,19 +189,36 @@ class ClusterEvaluation(CellSource):
 
     def _answers(self, method: str) -> dict[NodeWorker, Any]:
         """Answer of every node that is still there; nodes that leave meanwhile are left out."""
-        references = {worker: worker.call(method) for worker in self._workers}
+        asked = {worker: worker.call(method) for worker in self._workers}
         if method == "facts":  # for which a node is needed, and little time
-            name_waiting(references, self._tell)
-        answers = {}
-        for worker, reference in references.items():
+            name_waiting(asked, self._tell)
+        found = answers(asked, self._tell)
+        self._workers = list(found)
+        return found
+
+    def _worker(self, node: ClusterNode) -> NodeWorker:
+        self._known.add(node.id)
+        return NodeWorker(node, EvalWorker, self._given, on_gpu=self._on_gpu)
+
+    def _joined(self) -> list[NodeWorker]:
+        """Nodes that came late and have loaded the model; asks those to that have come now."""
+        if monotonic() - self._looked > _LOOK_S:
+            self._looked = monotonic()
+            workers = [self._worker(node) for node in alive_nodes() if node.id not in self._known]
+            self._joining |= {worker: worker.call("join") for worker in workers}
+        found = [one for one, joined in self._joining.items() if one.is_ready(joined)]
+        for worker in found.copy():
             try:
-                answers[worker] = worker.result(reference)
-            except NodeLostError as error:
-                self._workers.remove(worker)
-                self._tell(f"{error}; the others go on")
-        if not answers:
-            raise ClusterError("no node of the cluster is left; start nodes, and run again")
-        return answers
+                facts: NodeFacts = worker.result(self._joining.pop(worker))
+                agreed({worker: facts}, self._facts, "the other nodes have")
+            except HybridKVError as error:
+                found.remove(worker)
+                worker.end()
+                self._tell(f"{error}; it measures nothing")
+            else:
+                self._workers.append(worker)
+                self._tell(f"node {worker.node.name} measures too")
+        return found
 
     def close(self) -> None:
         """Ends the workers and leaves the cluster."""
@@ -224,12 +261,16 @@ class EvalWorker:
     """An actor of Ray: loads the model once, and measures the cells that it is given.
 
     Args:
+        ends: of `trial_ends`.
         arguments: of the evaluation.
         folder: that relative paths begin at, where the node has it.
         plugins: modules that register methods, indexes or tasks.
     """
 
-    def __init__(self, arguments: Mapping[str, Any], folder: str, plugins: Sequence[str]) -> None:
+    def __init__(
+        self, ends: Any, arguments: Mapping[str, Any], folder: str, plugins: Sequence[str]
+    ) -> None:
+        agree_with(ends)
         self._arguments, self._plugins = arguments, plugins
         with suppress(OSError):  # a path that is not here is named when it is read
             os.chdir(folder)
@@ -237,6 +278,10 @@ class EvalWorker:
     def facts(self) -> NodeFacts:
         """Versions of packages, and what the folder of results has in common."""
         return {**probe_environment().versions, **self._asked.on_machine()}
+
+    def join(self) -> NodeFacts:
+        """Loads the model; facts that a node has in common with those before it."""
+        return {**self.facts(), "weights": self.load().weights}
 
     def load(self) -> LoadedEvaluation:
         """Loads the model."""

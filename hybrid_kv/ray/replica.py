@@ -24,7 +24,7 @@ from hybrid_kv.api import LLM, load
 from hybrid_kv.config import HybridConfig
 from hybrid_kv.errors import BusyError, ConfigError, OtherContextError, QueueFullError
 from hybrid_kv.plugin import load_plugin
-from hybrid_kv.ray.cluster import NodeFacts
+from hybrid_kv.ray.cluster import NodeFacts, agree_with
 from hybrid_kv.report import probe_environment
 from hybrid_kv.saved.identity import (
     chain_of,
@@ -73,9 +73,14 @@ class LoadedReplica:
 
 
 class Replica:
-    """An actor of Ray: the engine of `hybrid-kv serve`, asked from afar."""
+    """An actor of Ray: the engine of `hybrid-kv serve`, asked from afar.
 
-    def __init__(self) -> None:
+    Args:
+        ends: of `trial_ends`.
+    """
+
+    def __init__(self, ends: Any) -> None:
+        agree_with(ends)
         self._open: dict[int, RequestHandle] = {}
 
     def facts(self) -> NodeFacts:

@@ -34,8 +34,10 @@ from hybrid_kv.ray.cluster import (
     NodeWorker,
     agreed,
     alive_nodes,
+    answers,
     connected,
     name_waiting,
+    trial_ends,
 )
 from hybrid_kv.ray.replica import LoadedReplica, Replica, ReplicaSpec, Router
 from hybrid_kv.report import probe_environment
@@ -109,6 +111,7 @@ class Replicas:
         self._resources = ExitStack()
         try:
             nodes = self._resources.enter_context(connected(address))
+            self._trials = trial_ends()
             self._facts, self.model = self._start(nodes)
         except BaseException:
             self._resources.close()
@@ -142,23 +145,23 @@ class Replicas:
         self._resources.close()
 
     def _start(self, nodes: Sequence[ClusterNode]) -> tuple[NodeFacts, RemoteModel]:
+        """Loads all replicas; a node that leaves meanwhile is looked for again by `_watch`."""
         workers = [self._worker(node) for node in nodes]
         asked = {worker: worker.call("facts") for worker in workers}
         name_waiting(asked, self._tell)
-        versions = {worker: worker.result(reference) for worker, reference in asked.items()}
+        versions = answers(asked, self._tell)
         agreed(versions, probe_environment().versions)
-        loading = {worker: worker.call("load", self._spec) for worker in workers}
-        loaded: dict[NodeWorker, LoadedReplica] = {
-            worker: worker.result(reference) for worker, reference in loading.items()
-        }
-        facts = agreed({worker: one.facts for worker, one in loaded.items()}, {})
-        for worker in workers:
+        asked = {worker: worker.call("load", self._spec) for worker in versions}
+        loaded: dict[NodeWorker, LoadedReplica] = answers(asked, self._tell)
+        for worker in loaded:
             self._router.add(worker)
+        facts = agreed({worker: one.facts for worker, one in loaded.items()}, {})
         return facts, RemoteModel.of(next(iter(loaded.values())))
 
     def _worker(self, node: ClusterNode) -> NodeWorker:
         on_gpu = self._spec.options.get("device") != "cpu"
-        return NodeWorker(node, Replica, on_gpu=on_gpu, threads=self._most_open + _MORE_THREADS)
+        threads = self._most_open + _MORE_THREADS
+        return NodeWorker(node, Replica, (self._trials,), on_gpu=on_gpu, threads=threads)
 
     def _watch(self) -> None:
         """Takes in new replicas and figures, until the engine is closed."""

@@ -8,14 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from hybrid_kv.contest.arguments import EvalArguments
 from hybrid_kv.contest.folder import ResultsFolder
 from hybrid_kv.errors import ConfigError
 from hybrid_kv.ray import cluster as clusters
 from hybrid_kv.ray import evaluation as evaluations
-from hybrid_kv.ray.cluster import NodeWorker, connected
-from hybrid_kv.ray.evaluation import ClusterEvaluation
+from hybrid_kv.ray.cluster import NodeWorker, connected, trial_ends
+from hybrid_kv.ray.evaluation import ClusterEvaluation, EvalWorker
+from hybrid_kv.ray.replica import Replica
 from hybrid_kv.report.evaluation import Cell
 from tests.cli.support import call, refused
 
@@ -76,10 +78,56 @@ def test_cells_of_a_killed_node_are_measured_on_another(
             contest.run(folder, kill)
         assert contest.num_nodes == 2
     assert cells(tmp_path / "results") == cells(alone)
+    told = [one for one in told if "waiting for" not in one]
     assert len(told) == 1
     assert re.search(
         r"node \S+ \(\w{8}\) has left; [1-3] cells that it owed go to another", told[0]
     )
+
+
+def test_a_node_that_comes_late_takes_cells(
+    cluster: Any, model: Path, alone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All are measured there, as the only node of the beginning leaves at once."""
+    asked, told, first = arguments(model), list[str](), cluster.add_node(num_cpus=1)
+    nodes = clusters.alive_nodes
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            clusters, "alive_nodes", lambda: [n for n in nodes() if n.id == first.node_id]
+        )
+        contest = ClusterEvaluation(cluster.address, asked, tell=told.append)
+    with contest:
+        assert contest.num_nodes == 1
+        contest.load()
+        cluster.remove_node(first, allow_graceful=False)
+        with ResultsFolder(tmp_path / "results", asked.identity()) as folder:
+            contest.run(folder)
+        assert contest.num_nodes >= 1
+    assert cells(tmp_path / "results") == cells(alone)
+    assert any(re.fullmatch(r"node \S+ \(\w{8}\) measures too", one) for one in told)
+
+
+def test_trials_end_alike_on_all_nodes(cluster: Any) -> None:
+    """Else one node would compute with a kernel that another one has found slower."""
+
+    class Evaluator(EvalWorker):
+        def tried(self, end: float) -> float:
+            from hybrid_kv.ops.native.library import trials  # of the worker, not a copy of ours
+
+            found: float = trials.agree(("tiles", torch.float32), end)
+            return found
+
+    class Server(Replica):
+        tried = Evaluator.tried
+
+    with connected(cluster.address) as nodes:
+        for kind, given in ((Evaluator, ({}, ".", ())), (Server, ())):
+            shared = trial_ends()
+            workers = [NodeWorker(node, kind, (shared, *given), on_gpu=False) for node in nodes]
+            assert workers[0].result(workers[0].call("tried", 0.25)) == 0.25
+            assert workers[1].result(workers[1].call("tried", 4.0)) == 0.25
+            for worker in workers:
+                worker.end()
 
 
 def arguments(model: Path, **changes: Any) -> EvalArguments:

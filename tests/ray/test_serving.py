@@ -89,6 +89,29 @@ def requests(count: int, tokens: int = 8) -> list[Request]:
     ]
 
 
+def test_a_node_that_leaves_while_replicas_start_is_left_out(
+    cluster: Any, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It leaves between its first answer and loading. Here, as `replicas` stays connected."""
+    from hybrid_kv.ray import cluster as clusters
+    from hybrid_kv.ray import replicas as module
+
+    lost, told, nodes = cluster.add_node(num_cpus=1), list[str](), clusters.alive_nodes
+    agreed = module.agreed
+
+    def leave(*given: Any) -> Any:
+        if lost in cluster.worker_nodes:
+            cluster.remove_node(lost, allow_graceful=False)
+        return agreed(*given)
+
+    monkeypatch.setattr(module, "agreed", leave)
+    two = {lost.node_id, cluster.head_node.node_id}
+    monkeypatch.setattr(clusters, "alive_nodes", lambda: [n for n in nodes() if n.id in two])
+    with module.ReplicaEngine(cluster.address, spec(model), told.append) as engine:
+        assert len(answers(engine, requests(1))[0]) == 8
+    assert any("has left; the others go on" in one for one in told)
+
+
 def test_answers_are_those_of_one_engine(replicas: Any, alone: LLM) -> None:
     asked = requests(12)
     with Engine(alone, LIMITS) as engine:

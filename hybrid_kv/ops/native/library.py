@@ -11,12 +11,13 @@ import ctypes
 import os
 import threading
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import suppress
 from ctypes import byref, c_int32, c_void_p
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 from weakref import finalize
 
 import torch
@@ -291,6 +292,23 @@ def pool_here() -> Pool | None:
     None for itself alone.
     """
     return None if here.is_alone else here.pool or default_pool()
+
+
+# Trials: timed choices between the engine and torch -----------------------------------------------
+
+
+class Trials:
+    """How the trials of this process end.
+
+    agree: called with what was tried and how it has ended here; returns the end that counts, where
+    several processes are to choose alike.
+    """
+
+    def __init__(self) -> None:
+        self.agree: Callable[[Hashable, Any], Any] = lambda tried, end: end
+
+
+trials = Trials()
 
 
 # How many threads a search may keep busy ----------------------------------------------------------

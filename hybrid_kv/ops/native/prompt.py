@@ -199,7 +199,9 @@ def pairs_serve(engine: ctypes.CDLL, dim: int) -> bool:
         return False
     q, k = (torch.ones(1, 1, n, dim, dtype=torch.bfloat16) for n in (256, 1024))
     attend = partial(attend_prompt, q, k, k, scale=0.1, causal=False, engine=engine)
-    return least_seconds(partial(attend, pairs=True)) < least_seconds(partial(attend, pairs=False))
+    seconds = [least_seconds(partial(attend, pairs=pairs)) for pairs in (True, False)]
+    faster: bool = library.trials.agree(("pairs", dim), seconds[0] < seconds[1])
+    return faster
 
 
 def least_seconds(call: Callable[[], object], clock: Callable[[], float] = perf_counter) -> float:
@@ -247,7 +249,8 @@ _CLEARLY = 1.15
 @cache
 def tiles_serve(dtype: torch.dtype, dim: int) -> bool:
     """Whether the engine's tiles attend heads of `dim` channels; measured once, in 5 to 25 ms."""
-    return measure(dtype, dim) < _CLEARLY
+    times: float = library.trials.agree(("tiles", dtype, dim), measure(dtype, dim))
+    return times < _CLEARLY
 
 
 def measure(dtype: torch.dtype, dim: int, clock: Callable[[], float] = perf_counter) -> float:
