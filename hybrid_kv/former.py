@@ -136,7 +136,7 @@ MODULES = {
     "models.load": "hub",
     "models.local_models": "hub_files",
     "models.packed_linear": "block_packing blocks",
-    "models.prompt_layers": "last_rows widening",
+    "models.prompt_layers": "widening",
     "models.quantisers": "packed_checkpoint",
     "models.support": "outputs rope rotary weight_tensors",
     "planning.plan": "facts model_facts other_layers",

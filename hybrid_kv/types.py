@@ -229,6 +229,11 @@ class Needs:
     rotary: bool = False
     outputs: bool = False
 
+    @property
+    def queries(self) -> bool:
+        """Whether queries of the prompt are looked at."""
+        return bool(self.sampled_queries or self.last_queries or self.column_sums)
+
     def __or__(self, other: Needs) -> Needs:
         """Needs of both."""
         return Needs(

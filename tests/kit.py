@@ -75,6 +75,7 @@ class Extent:
     @property
     def moments(self) -> Tail | None:
         """The entries in sum, as of when somebody asked last."""
+        self._span.settle()
         return self._span.known
 
     def found(self, ids: Tensor) -> RetrievedPart:

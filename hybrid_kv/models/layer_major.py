@@ -31,7 +31,7 @@ from hybrid_kv.store.memory import allocate
 from hybrid_kv.types import bytes_per_token
 
 if TYPE_CHECKING:
-    from hybrid_kv.models.prompt_layers import LastRows
+    from hybrid_kv.models.last_rows import LastRows
 
 _MIN_CHUNK, _MAX_CHUNK = 256, 4096
 _Forward: TypeAlias = Callable[..., Any]
@@ -198,8 +198,8 @@ class LayerMajorPrefill:
     ) -> Any:
         size = chunk_size(self._chunk_tokens, hidden.shape[1])
         with (
+            self._rows_asked(module, hidden.shape[1]),  # what it takes over need not be widened
             widened(module, hidden.shape[0] * hidden.shape[1]),
-            self._rows_asked(module, hidden.shape[1]),
         ):
             if hidden.shape[1] <= size:
                 return inner(hidden, *args, **kwargs)
@@ -209,12 +209,17 @@ class LayerMajorPrefill:
         if self._asked is None or self._stack is None or module is not self._stack[1][-1]:
             return nullcontext()
         if self._last is None:
-            from hybrid_kv.models.prompt_layers import LastRows
+            from hybrid_kv.models.last_rows import LastRows
 
             model = self._model()
             assert model is not None  # whose forward this is
             self._last = LastRows(model, *self._stack)
-        return self._last.only(self._asked, num_tokens)
+        assert self._cache is not None
+        attention = getattr(module, "self_attn", None)
+        layer = self._cache.kv.layers.get(getattr(attention, "layer_idx", -1))
+        if layer is not None and layer.is_sealed:
+            layer = None
+        return self._last.only(self._asked, num_tokens, layer)
 
     def _bring_home(self, head: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """Before the head: hidden states that lie on the host go to where its weights are."""

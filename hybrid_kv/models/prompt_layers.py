@@ -1,4 +1,4 @@
-"""Layers while a prompt passes: in float32 where that is faster, and the last one for few rows.
+"""Layers while a prompt passes, in float32 where that is faster.
 
 On CPUs without 16-bit matrix instructions torch's 16-bit products are up to an order of magnitude
 slower than those in float32. Widening costs as much as a product with tens to a hundred tokens, so
@@ -6,25 +6,20 @@ whether it pays depends on how many come: a trial at a number near theirs decide
 through the model layer by layer, so one widened layer is held at a time. The weights themselves are
 never touched: for that time a linear layer's `forward` is one that holds a wide copy. Single tokens
 stay as they are, since they wait for memory and not for arithmetic.
-
-Behind the attention of the last layer no token is looked at by another one. Where only the logits
-of the last tokens are asked for (`logits_to_keep`), the feed-forward of that layer takes their rows
-alone; the others get zeros, and reach the last norm and nothing else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
-from typing import Any, NamedTuple, TypeGuard
+from typing import NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
-from torch.nn.modules import module as torch_module
 
 from hybrid_kv.models.cache_state import replaced
 from hybrid_kv.models.support import is_plain_linear
@@ -162,77 +157,3 @@ def _may_widen(module: nn.Module) -> TypeGuard[nn.Linear]:
 
 def _forward(weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
     return linear(x.float(), weight, bias).to(x.dtype)
-
-
-# The last rows ------------------------------------------------------------------------------------
-
-
-_NAMES = ("mlp", "feed_forward")
-"""Of the feed-forward of a decoder layer."""
-
-
-class LastRows:
-    """The feed-forward of a model's last decoder layer, while a prompt passes.
-
-    It is left alone where somebody may see the other rows: with hooks on that layer or on what its
-    output passes, a forward of others on the feed-forward, or one that does not give one tensor.
-
-    Args:
-        owner: whose list `layers` is. between: modules that the output of the last layer passes.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        owner: nn.Module,
-        layers: nn.ModuleList,
-        between: Sequence[nn.Module],
-    ) -> None:
-        self.layer = layers[-1]
-        found = (getattr(self.layer, name, None) for name in _NAMES)
-        self._part = next((part for part in found if isinstance(part, nn.Module)), None)
-        around = [m for m in model.modules() if m is not model and _holds(m, owner)]
-        self._seeing = [*around, *between]
-        self._asked, self._left = 0, 0
-
-    @contextmanager
-    def only(self, asked: int | None, num_tokens: int) -> Iterator[None]:
-        """A block in which the layer takes a prompt, at once or in chunks.
-
-        Args:
-            asked: the last rows that are needed; None for all.
-        """
-        part = self._part
-        if asked is None or part is None or "forward" in part.__dict__ or self._is_seen():
-            yield
-            return
-        self._asked, self._left = asked, num_tokens
-        with replaced([(part, partial(self._forward, part.forward))]):
-            yield
-
-    def _is_seen(self) -> bool:
-        if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
-            return True
-        seeing = (*self._seeing, *self.layer.modules())
-        return any(
-            m._forward_hooks or m._forward_pre_hooks or hasattr(m, "_hf_hook") for m in seeing
-        )
-
-    def _forward(self, inner: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if args or kwargs or x.ndim != 3:
-            return inner(x, *args, **kwargs)
-        count = x.shape[1]
-        self._left -= count
-        wanted = min(count, max(1, self._asked - self._left))  # one says what comes out
-        if wanted == count:
-            return inner(x)
-        some = inner(x[:, -wanted:])
-        if not isinstance(some, Tensor) or some.shape[:2] != (x.shape[0], wanted):
-            return inner(x)
-        out = some.new_zeros(x.shape[0], count, *some.shape[2:])
-        out[:, -wanted:] = some
-        return out
-
-
-def _holds(module: nn.Module, part: nn.Module) -> bool:
-    return any(found is part for found in module.modules())

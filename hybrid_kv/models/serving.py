@@ -32,6 +32,10 @@ if TYPE_CHECKING:
     from hybrid_kv.runtime.device_plan import DevicePlan
 
 
+_PROMPT, _ROOM = 64, 256
+"""Tokens of a forward that make it a prompt, and those behind it that have room at once."""
+
+
 class Serving:
     """Wraps the forwards of a model, one of which runs at a time, until it is closed.
 
@@ -217,6 +221,8 @@ class Serving:
         if new > 1:
             kv = rows * new * self.bytes_per_token(cache.kv.means.method, new)
             check_host_memory(kv + self._prefill.widened_bytes(rows * new), new)
+        if new >= _PROMPT:  # chunk by chunk all pages would move three times, and in a step
+            cache.kv.means.reserve(cache.get_seq_length() + new + _ROOM)
 
     def check_context(self, num_tokens: int) -> None:
         """Raises ConfigError where `num_tokens` exceed what the model was made for."""

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from hybrid_kv.runtime.cache_context import CacheContext
     from hybrid_kv.runtime.sparse_prefill import SparsePrefill
 
+_FEWEST = 64
+"""Queries of a chunk that are attended if any are: by tiles, as all of them would be."""
 _NOTED_TOKENS = 64
 """Queries of a chunk of a long later turn that are kept, spread evenly, to learn from."""
 
@@ -40,7 +42,7 @@ class EvidenceCollector:
         self._stride = 1
         self._seen = 0
         self._sampled: list[Tensor] = []
-        self._last: Tensor | None = None
+        self._last: list[Tensor] = []  # chunks, of which the first may have more than is needed
         self._sums: Tensor | None = None
 
     @property
@@ -60,8 +62,10 @@ class EvidenceCollector:
                 ]  # a view would keep all
                 self._stride *= 2
         if self._needs.last_queries:
-            joined = q if self._last is None else torch.cat([self._last, q], 1)
-            self._last = joined[:, -self._needs.last_queries :].clone()
+            self._last.append(q[:, -self._needs.last_queries :].clone())
+            held = sum(part.shape[1] for part in self._last)
+            while held - self._last[0].shape[1] >= self._needs.last_queries:
+                held -= self._last.pop(0).shape[1]
         self._seen += count
 
     def add_masses(self, sums: Tensor) -> None:
@@ -73,16 +77,19 @@ class EvidenceCollector:
     def branch(self) -> EvidenceCollector:
         """One that has seen the same, and goes on alone."""
         other = copy(self)  # tensors are replaced, never written to
-        other._sampled = list(self._sampled)
+        other._sampled, other._last = list(self._sampled), list(self._last)
         return other
 
     def evidence(self, scale: float = 1.0, softcap: float | None = None) -> Evidence:
         """Evidence of what was seen so far, of queries whose scores become logits in this way."""
         sampled = torch.cat(self._sampled, 1) if self._sampled else None
+        last = None
+        if self._last:
+            last = torch.cat(self._last, 1)[:, -self._needs.last_queries :].contiguous()
         count = 0 if sampled is None else sampled.shape[1]
         # After a halving the first sample is still position 0, and the stride the distance.
         positions = torch.arange(count) * self._stride
-        return Evidence(self._seen, sampled, self._last, positions, self._sums, scale, softcap)
+        return Evidence(self._seen, sampled, last, positions, self._sums, scale, softcap)
 
 
 def note_queries(store: LayerStore, q: Tensor) -> None:
@@ -102,6 +109,18 @@ def note_queries(store: LayerStore, q: Tensor) -> None:
                 aging.ask(asked[:, :, place].clone(), row.length - count + token)
 
 
+class AskedRows:
+    """Rows of a prompt that pass in chunks: of `num_rows` the last `asked` are asked for."""
+
+    def __init__(self, asked: int, num_rows: int) -> None:
+        self._asked, self._left = asked, num_rows
+
+    def among(self, count: int) -> int:
+        """How many of the next `count` rows are asked for, their last ones; these have passed."""
+        self._left -= count
+        return min(count, max(0, self._asked - self._left))
+
+
 PromptMark: TypeAlias = "tuple[Sequence[EvidenceCollector], Sequence[SparsePrefill]]"
 """Copies of a prompt's collectors and sparse prefills, by row, to go back to."""
 
@@ -110,7 +129,8 @@ class LayerPrompt:
     """The prompt of a layer as far as it was seen, by row.
 
     logits: scale and softcap by which the prompt's scores became logits. sparse: block-sparse
-    attention of each row, kept beyond the prompt's end; empty where attention is exact.
+    attention of each row, kept beyond the prompt's end; empty where attention is exact. asked: the
+    queries whose attention somebody will look at, while these pass; None for all.
     """
 
     def __init__(self, shape: LayerShape) -> None:
@@ -119,6 +139,7 @@ class LayerPrompt:
         self._collectors: Sequence[EvidenceCollector] = ()
         self._kept: tuple[Evidence, ...] | None = None
         self.sparse: Sequence[SparsePrefill] = ()
+        self.asked: AskedRows | None = None
 
     def begin(
         self, needs: Needs, num_rows: int, device: torch.device, error: float | None = None
@@ -138,7 +159,7 @@ class LayerPrompt:
             check_sparse(needs, num_layers=1)
             given = error, self._shape.num_kv_heads, device
             self.sparse = [SparsePrefill(*given) for _ in range(num_rows)]
-        if needs.sampled_queries or needs.last_queries or needs.column_sums:
+        if needs.queries:
             self._collectors = [EvidenceCollector(needs) for _ in range(num_rows)]
 
     def attend(
@@ -164,9 +185,26 @@ class LayerPrompt:
             attends = [partial(one.attend, means.ops, **logits) for one in self.sparse]
             part = _by_sequence(store, q, valid, attends)
         else:
-            part = attend_exact(means.ops, means.executor, store, q, valid, **logits)
+            part = self._attend_asked(means, store, q, valid, **logits)
         self._observe(store.rows, q, masses, valid, **logits)
         return part
+
+    def _attend_asked(
+        self, means: CacheContext, store: LayerStore, q: Tensor, valid: Tensor | None, **logits: Any
+    ) -> PartialAttention:
+        """As `attend_exact`; out 0 and lse -inf for queries that nobody asks for."""
+        count = q.shape[2]
+        wanted = count if self.asked is None else self.asked.among(count)
+        wanted = max(wanted, min(count, _FEWEST)) if wanted else 0
+        if valid is not None or wanted == count:
+            return attend_exact(means.ops, means.executor, store, q, valid, **logits)
+        out = torch.zeros_like(q)
+        lse = torch.full(q.shape[:3], -torch.inf, dtype=torch.float32, device=q.device)
+        if wanted:
+            some = q[:, :, -wanted:]
+            part = attend_exact(means.ops, means.executor, store, some, None, **logits)
+            out[:, :, -wanted:], lse[:, :, -wanted:] = part.out, part.lse
+        return PartialAttention(out, lse)
 
     def _observe(
         self,

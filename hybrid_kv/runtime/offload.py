@@ -20,6 +20,7 @@ from hybrid_kv.rotary import Rotary, Samples
 from hybrid_kv.runtime.cache_context import CacheContext
 from hybrid_kv.runtime.layer_prompt import LayerPrompt
 from hybrid_kv.store import LayerStore, Overflow, Reservation, Row, check_finite
+from hybrid_kv.store.extent import ComingTail
 from hybrid_kv.store.index_builder import BuildRunner, MakeIndex
 from hybrid_kv.transfer import Executor, Transfer
 from hybrid_kv.types import Evidence
@@ -281,7 +282,7 @@ class _Spill:
     samples: what an index learns from; their queries [Hkv, G, M, D] are `asked` when they have
         arrived. nearest: [Hkv, G, M, K], the best of the entries for each.
     moments: of the entries, if they begin a row, where they were taken. sent: the same on their way
-        to a host that searches.
+        to a host that searches. coming: the same, of entries that lie on it.
     select: makes the indexes of this row where its device finds entries by itself; then nothing
         that they learned from has to travel.
     """
@@ -293,6 +294,7 @@ class _Spill:
     nearest: Transfer | None = None
     moments: Tail | None = None
     sent: Mapping[str, Transfer] = field(default_factory=dict)
+    coming: ComingTail | None = None
     select: tuple[MakeIndex, MakeIndex] | None = None
 
     @classmethod
@@ -308,15 +310,18 @@ class _Spill:
         # First what looks at the entries where they lie: then they leave beside what comes next.
         reserved, select = row.chain.reserve(overflow.positions), None
         sums_up = row.placement is not None and row.placement.moments and not row.chain.spans
-        moments = Tail.of(overflow.k, overflow.v) if sums_up else None
+        on_host = executor.at_once and overflow.k.is_cpu
+        moments = Tail.of(overflow.k, overflow.v) if sums_up and not on_host else None
         if samples is not None and layer.select is not None:
             select = layer.select(overflow.k, samples.queries, reserved.k)
         entries = executor.offload(overflow.k, overflow.v, (reserved.k, reserved.v))
-        sent = {}
+        sent, coming = {}, None
+        if sums_up and on_host:  # they lie there now, and nobody writes to them again
+            coming = ComingTail(reserved.k, reserved.v, executor.soon)
         if moments is not None and select is None:
             sent = {name: executor.keep(tensor) for name, tensor in moments.tensors().items()}
         if samples is None or select is not None:
-            return cls(reserved, entries, moments=moments, sent=sent, select=select)
+            return cls(reserved, entries, moments=moments, sent=sent, coming=coming, select=select)
         nearest = None if find_nearest is None else find_nearest(samples.queries, overflow.k)
         return cls(
             reserved,
@@ -326,6 +331,7 @@ class _Spill:
             None if nearest is None else executor.keep(nearest),
             moments,
             sent,
+            coming,
         )
 
     @property
@@ -347,6 +353,8 @@ class _Spill:
         row.chain.commit(new, make_index, samples, runner, nearest)
         if self.moments is not None:
             new.span.known, new.span.known_is_own = self._known(self.moments), True
+        if self.coming is not None:
+            new.span.coming = self.coming
 
     def _known(self, moments: Tail) -> Tail:
         if not self.sent:

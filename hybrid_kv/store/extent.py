@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakSet
@@ -123,13 +125,45 @@ class ColdExtent:
         return self.k[:, :length], self.v[:, :length]
 
 
+class ComingTail:
+    """Moments of entries k, v [Hkv, n, D] of a host, taken in the background.
+
+    Args:
+        begin: `Executor.soon`.
+    """
+
+    def __init__(
+        self, k: Tensor, v: Tensor, begin: Callable[[Callable[[], None]], Future[None]]
+    ) -> None:
+        taken: list[Tail] = []
+
+        def work() -> None:  # it does not know who waits, so that a queue keeps the entries alone
+            taken.append(Tail.of(k, v))
+
+        self.count, self._taken, self._work = k.shape[1], taken, work
+        self._future = begin(work)
+
+    def take(self) -> Tail:
+        """The moments, which are waited for.
+
+        Raises:
+            Exception: what the work in the background has raised.
+        """
+        if self._future.cancelled():  # its executor has ended
+            self._work()
+        else:
+            self._future.result()
+        return self._taken[0]
+
+
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class ExtentView:
     """The first `length` entries of an extent, as one row sees it.
 
     near: [Hkv, M, K] what its latest search found, where the next one begins. known: these entries
     in sum, as of when somebody asked last. known_without: the same without some, and which.
-    known_is_own: whether nobody else has the tensors of `known`.
+    known_is_own: whether nobody else has the tensors of `known`. coming: what `known` will be; None
+    for nothing that is under way.
     """
 
     extent: ColdExtent
@@ -138,6 +172,7 @@ class ExtentView:
     known: Tail | None = None
     known_without: tuple[Tensor, Tail] | None = None
     known_is_own: bool = False
+    coming: ComingTail | None = None
 
     def __post_init__(self) -> None:
         self.extent.readers.add(self)
@@ -147,6 +182,7 @@ class ExtentView:
 
         On a device they stay where they lie, so that a captured step goes on reading them.
         """
+        self.settle()
         known = self.known
         if known is None or known.is_outgrown(self.length):
             k, v = self.extent.first(self.length)
@@ -161,8 +197,15 @@ class ExtentView:
 
     def share_known(self) -> Tail | None:
         """Moments of these entries so far, for somebody who will keep them."""
+        self.settle()
         self.known_is_own = False
         return self.known
+
+    def settle(self) -> None:
+        """Takes up the moments that are under way; waits for them."""
+        if self.coming is not None:
+            self.known, self.known_is_own = self.coming.take(), True
+            self.coming = None
 
     def cut(self, length: int) -> None:
         """Forgets the newest entries until `length` are left."""
@@ -170,6 +213,8 @@ class ExtentView:
         self.known_without = None
         if self.known is not None and self.known.count > length:
             self.known = None
+        if self.coming is not None and self.coming.count > length:
+            self.coming = None
 
 
 class RetrievedPart(NamedTuple):

@@ -127,6 +127,13 @@ class Executor(Protocol):
         """
         ...
 
+    def soon(self, work: Callable[[], None]) -> Future[None]:
+        """Begins short work that the next step waits for (moments): no build is before it.
+
+        It can be cancelled, as by `close`, until it begins.
+        """
+        ...
+
     def ahead(self, work: Callable[[], None]) -> Future[None]:
         """Begins work on the host that a later layer of the same step waits for.
 
@@ -185,6 +192,11 @@ class SyncExecutor:
         run_into(done, work)
         return done
 
+    def soon(self, work: Callable[[], None]) -> Future[None]:
+        done: Future[None] = Future()
+        run_into(done, work)
+        return done
+
     def ahead(self, work: Callable[[], None]) -> Future[None]:
         done: Future[None] = Future()
         run_into(done, work)
@@ -212,21 +224,23 @@ class ThreadExecutor(SyncExecutor):
     """
 
     def __init__(self, threads: int | None = None) -> None:
-        self._crew = _Crew(build_threads() if threads is None else threads)
-        # Not at exit: `_end_at_exit` waits for the threads too, which a collection must not.
-        weakref.finalize(self, self._crew.end).atexit = False
+        self._builders = _Crew(build_threads() if threads is None else threads)
+        self._helper = _Crew(1)
+        for crew in (self._builders, self._helper):
+            # Not at exit: `_end_at_exit` waits for the threads too, which a collection must not.
+            weakref.finalize(self, crew.end).atexit = False
 
     def background(self, work: Callable[[], None]) -> Future[None]:
-        future: Future[None] = Future()
-        held = [work]
-        future.add_done_callback(lambda _: held.clear())
-        self._crew.take((held, future))
-        return future
+        return self._builders.begin(work)
+
+    def soon(self, work: Callable[[], None]) -> Future[None]:
+        return self._helper.begin(work)
 
     def close(self) -> None:
         """See `Executor.close`; further work starts new threads."""
-        self._crew.end()
-        self._crew.join()
+        for crew in (self._builders, self._helper):
+            crew.end()
+            crew.join()
 
 
 class _Crew:
@@ -237,8 +251,15 @@ class _Crew:
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
 
-    def take(self, job: _Job) -> None:
-        self._jobs.put(job)
+    def begin(self, work: Callable[[], None]) -> Future[None]:
+        future: Future[None] = Future()
+        held = [work]
+        future.add_done_callback(lambda _: held.clear())
+        self._jobs.put((held, future))
+        self._grow()
+        return future
+
+    def _grow(self) -> None:
         if len(self._threads) == self._size:
             return
         name = f"hybrid-kv-build-{len(self._threads)}"

@@ -1,4 +1,4 @@
-"""The last decoder layer's feed-forward takes the rows of a prompt that are asked for."""
+"""The last decoder layer takes the rows of a prompt that are asked for."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 import hybrid_kv as hkv
 from hybrid_kv.models.cache_state import passing
 from hybrid_kv.models.layer_major import decoder_stacks
+from hybrid_kv.ops import Ops
 from tests.contracts.architectures import ARCHITECTURES, PAD, VOCAB, build
 
 PROMPT = 70
@@ -72,6 +73,51 @@ def test_the_last_layer_takes_no_other_rows(
     asked(build("llama"), ids(), chunk, logits_to_keep=keep)
     assert rows[-len(taken) :] == taken
     assert sum(rows[: -len(taken)]) % PROMPT == 0
+
+
+def _rows_of_linear(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """By name of the last layer's projections the rows that they took, from now on."""
+    attention: Any = decoder_stacks(model)[0][1][-1].self_attn
+    taken = dict.fromkeys(("q_proj", "k_proj", "o_proj"), 0)
+    own = nn.Linear.forward
+
+    def forward(self: nn.Linear, x: Tensor) -> Tensor:
+        for name in taken:
+            taken[name] += x.shape[1] * (self is getattr(attention, name))
+        return own(self, x)
+
+    monkeypatch.setattr(nn.Linear, "forward", forward)
+    return taken
+
+
+@pytest.mark.parametrize(("method", "queries"), [("full", 3), ("hybrid", PROMPT)])
+def test_queries_are_made_for_all_rows_only_where_somebody_learns_from_them(
+    method: str, queries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build("llama")
+    config = hkv.HybridConfig(prefill_chunk_tokens=30, method=method)
+    with hkv.attach(model, config) as runtime:
+        cache = runtime.cache()
+        taken = _rows_of_linear(model, monkeypatch)
+        model(ids(), **passing(cache), logits_to_keep=1)
+    assert taken == {"q_proj": queries, "k_proj": PROMPT, "o_proj": 3}
+
+
+@pytest.mark.parametrize(("keep", "attended"), [(1, [64]), (66, [66]), (70, [70])])
+def test_the_last_layer_attends_for_no_more_queries_than_a_tile_has(
+    keep: int, attended: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+    own = Ops.attend_causal
+
+    def attend(self: Ops, q: Tensor, *args: Any, **kwargs: Any) -> Any:
+        seen.append(q.shape[2])
+        return own(self, q, *args, **kwargs)
+
+    monkeypatch.setattr(Ops, "attend_causal", attend)
+    model = build("llama")
+    asked(model, ids(), 100, logits_to_keep=keep)
+    assert seen == [PROMPT] * (model.config.num_hidden_layers - 1) + attended
 
 
 def test_a_generation_asks_for_one_row(rows: list[int]) -> None:

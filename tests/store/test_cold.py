@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -18,8 +19,11 @@ from hybrid_kv.errors import (
     PinnedMemoryWarning,
 )
 from hybrid_kv.index.flat import FlatIndex
+from hybrid_kv.ops.tail import Tail
 from hybrid_kv.plugins import Index
-from hybrid_kv.store import ColdStore, all_finite
+from hybrid_kv.store import ColdExtent, ColdStore, all_finite
+from hybrid_kv.store.extent import ComingTail, ExtentView
+from hybrid_kv.store.index_builder import run_into
 from hybrid_kv.store.integrity import check_cold
 from hybrid_kv.store.pinned_allocator import PinnedAllocator
 from hybrid_kv.store.search import search_row
@@ -51,6 +55,63 @@ def found(cold: ColdStore, row: int, query: Tensor, top_k: int) -> list[int]:
 
 
 LARGEST = torch.tensor([1.0, 0.0, 0.0])  # scores a key by its tag
+
+
+class Later:
+    """Work that runs when it is told to, if it was not cancelled."""
+
+    def __init__(self) -> None:
+        self.future: Future[None] = Future()
+
+    def begin(self, work: Callable[[], None]) -> Future[None]:
+        self.work = work
+        return self.future
+
+    def run(self) -> None:
+        run_into(self.future, self.work)
+
+
+def _of_later(length: int = 40) -> tuple[ExtentView, Later, Tail]:
+    """Entries whose moments come later, the work, and what they will be."""
+    k, later = keys_of(torch.arange(length)), Later()
+    view = ExtentView(ColdExtent.of(k, -k, 0), length)
+    view.coming = ComingTail(k, -k, later.begin)
+    return view, later, Tail.of(k, -k)
+
+
+def _are_equal(left: Tail, right: Tail) -> bool:
+    own, other = left.tensors(), right.tensors()
+    return left.count == right.count and all(torch.equal(own[name], other[name]) for name in own)
+
+
+def test_moments_that_come_later_are_what_they_would_have_been() -> None:
+    view, later, want = _of_later()
+    assert view.known is None
+    later.run()
+    assert _are_equal(view.tail(torch.device("cpu")), want)
+    assert view.known_is_own
+    assert view.tail(torch.device("cpu")) is view.tail(torch.device("cpu"))
+    view, later, want = _of_later()
+    later.future.cancel()  # as when its executor has ended
+    shared = view.share_known()
+    assert shared is not None
+    assert _are_equal(shared, want)
+    assert not view.known_is_own
+
+
+def test_moments_of_entries_that_are_cut_off_do_not_come() -> None:
+    view, later, _ = _of_later()
+    view.cut(30)
+    later.run()
+    k = keys_of(torch.arange(30))
+    assert _are_equal(view.tail(torch.device("cpu")), Tail.of(k, -k))
+
+
+def test_an_error_of_moments_is_raised_to_who_wants_them() -> None:
+    view, later, _ = _of_later()
+    later.future.set_exception(MemoryError("of the moments"))
+    with pytest.raises(MemoryError, match="of the moments"):
+        view.tail(torch.device("cpu"))
 
 
 @pytest.mark.parametrize(

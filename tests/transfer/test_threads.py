@@ -57,6 +57,17 @@ def test_work_in_the_background_runs_beside_the_caller_and_in_order() -> None:
     executor.close()
 
 
+def test_what_a_step_waits_for_is_not_behind_a_build() -> None:
+    executor, build, done = ThreadExecutor(1), Held(), list[int]()
+    executor.background(build)
+    assert build.begun.wait(PATIENCE)
+    for place in range(3):
+        executor.soon(lambda i=place: done.append(i)).result(PATIENCE)
+    assert done == [0, 1, 2]
+    build.let_go.set()
+    executor.close()
+
+
 def test_as_many_threads_work_as_were_asked_for() -> None:
     executor, works = ThreadExecutor(3), [Held() for _ in range(4)]
     futures = [executor.background(work) for work in works]
