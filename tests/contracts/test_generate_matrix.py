@@ -198,15 +198,16 @@ def architectures(method: str, variant: str) -> list[str]:
 WHOLE = os.environ.get("HYBRID_KV_MATRIX") == "whole"
 
 
-def is_met(architecture: str, call: str, turn: int, one_in: int = 4) -> bool:
+def is_met(architecture: str, call: str, turn: int, one_in: int = 6) -> bool:
     """Whether this turn meets a pair: each one of some, and as many turns together all of them."""
     place = list(ARCHITECTURES).index(architecture) + list(CALLS).index(call) + turn
     return WHOLE or place % one_in == 0
 
 
 def calls(method: str, variant: str, architecture: str) -> list[str]:
-    """A fourth, others than another variant of the method and the next method have there; or a few
-    that differ from architecture to architecture and from method to method.
+    """A sixth, others than another variant of the method and the next method have there; or a few
+    that differ from architecture to architecture and from method to method: so many that each call
+    is met, but one where all is resident and methods differ little.
     """
     every = list(CALLS)
     if method in FIRST:
@@ -215,7 +216,7 @@ def calls(method: str, variant: str, architecture: str) -> list[str]:
     if WHOLE:
         return every
     among = architectures(method, variant)
-    count = -(-len(every) // len(among))
+    count = 1 if variant == "resident" else -(-len(every) // len(among))
     first = list(METHODS).index(method) + count * among.index(architecture)
     first += len(every) // 2 if variant == "copied" else 0  # the calls that `kept` has not there
     return [every[(first + further) % len(every)] for further in range(count)]
@@ -257,7 +258,7 @@ SAMPLES = {
         for turn, sample in enumerate(SAMPLES)
         for call in CALLS
         for architecture in ARCHITECTURES
-        if is_met(architecture, call, turn)
+        if is_met(architecture, call, turn, one_in=len(SAMPLES))
     ],
 )
 def test_methods_that_keep_entries_equal_eager_attention(
@@ -308,11 +309,12 @@ def test_tokens_and_logits_equal_those_of_eager_attention(cell: Cell) -> None:
 def test_every_method_meets_every_call_and_every_architecture_of_its_own(method: str) -> None:
     for variant in {cell.variant for cell in CELLS if cell.method == method}:
         cells = [cell for cell in CELLS if (cell.method, cell.variant) == (method, variant)]
-        assert {cell.call for cell in cells} == set(CALLS)
+        assert {cell.call for cell in cells} == set(CALLS) or variant == "resident"
         assert {cell.architecture for cell in cells} == set(architectures(method, variant))
+    assert {cell.call for cell in CELLS if cell.method == method} == set(CALLS)
     if method in FIRST:
         met = {(cell.architecture, cell.call) for cell in CELLS if cell.method == method}
-        assert len(met) >= len(ARCHITECTURES) * len(CALLS) / 2
+        assert len(met) >= len(ARCHITECTURES) * len(CALLS) * 0.3
 
 
 @OF_THE_MATRIX
