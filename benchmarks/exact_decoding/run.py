@@ -3,13 +3,16 @@
     python benchmarks/exact_decoding/run.py cost --tokens 32768,131072 --weights bfloat16,q4_k
     python benchmarks/texts/make.py TEXTS
     python benchmarks/exact_decoding/run.py texts TEXTS --context 4096 --new 160
+    python benchmarks/exact_decoding/run.py limit TEXTS --budgets 0.05 --texts 3 --new 64
     python benchmarks/exact_decoding/run.py needle --tokens 32768
 
 `cost`: one decoder layer of Llama-3-8B with its weights over made-up keys and values, in one
 thread: milliseconds of a step of `full`, of a draft by the method, and of dense passes of some
 numbers of tokens. From these, by the acceptance given, the time of a token over that of `full`.
 `texts`: SmolLM2 in float32 continues texts, greedily or `--sampled`: tokens of `exact=True` against
-those of `full`, and how many drafts were accepted. `needle`: answers about records in a long
+those of `full`, and how many drafts were accepted. `limit`: milliseconds of CPU time a token by the
+method alone, with `max_error=0.01`, with `exact=True` and by `full`, in turns on one context, and
+of these the median. `needle`: answers about records in a long
 context that are those of `full`.
 Stdout is one JSON document.
 """
@@ -134,6 +137,40 @@ def texts(options: argparse.Namespace) -> Iterator[Row]:
                 )
 
 
+def limit(options: argparse.Namespace) -> Iterator[Row]:
+    """Rows of `limit`."""
+    wanted = in_rounds([one for one in TEXTS if one.name in options.only or not options.only])
+    same: dict[str, Any] = {"dtype": "float32", "dequantize": True}
+    with (
+        hkv.load("smollm2", config=settings(options)[0], **same) as llm,
+        hkv.load("smollm2", config="full", **same) as full,
+    ):
+        for text in wanted[: options.texts]:
+            prompt = prompt_of(options.folder, text, llm.require_tokenizer(), options.context, 1)
+            ids = [int(token) for token in prompt.context]
+            with llm.context(ids[:-1]) as own, full.context(ids[:-1]) as other:
+                ways: dict[str, tuple[hkv.Context, Row]] = {
+                    "alone": (own, {}),
+                    "limit": (own, {"max_error": 0.01}),
+                    "exact": (own, {"exact": True}),
+                    "full": (other, {}),
+                }
+                yield told({"text": text.name, **milliseconds(ways, ids[-1], options)})
+
+
+def milliseconds(
+    ways: dict[str, tuple[hkv.Context, Row]], last: int, options: argparse.Namespace
+) -> Row:
+    """CPU time of a token each way, the median of rounds behind a first one."""
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(options.rounds + 1):
+        for name, (context, how) in ways.items():
+            begin = time.process_time()
+            context.ask([last], max_new_tokens=options.new, eos_token_id=[], **how)
+            times[name].append(1e3 * (time.process_time() - begin) / options.new)
+    return {f"{name} ms": median(own[1:]) for name, own in times.items()}
+
+
 def needle(options: argparse.Namespace) -> Iterator[Row]:
     """Rows of `needle`."""
     for tokens in map(int, options.tokens.split(",")):
@@ -221,25 +258,27 @@ def main() -> None:
     """Measures and prints."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     ways = parser.add_subparsers(dest="way", required=True)
-    for way in (cost, texts, needle):
+    for way in (cost, texts, limit, needle):
         own = ways.add_parser(way.__name__)
         own.set_defaults(run=way)
         own.add_argument("--drafts", default="1,3,7,15" if way is cost else "7")
-        if way is texts:
+        if way in (texts, limit):
             own.add_argument("folder", type=Path)
             own.add_argument("--only", nargs="*", default=())
             own.add_argument("--texts", type=int, default=24)
             own.add_argument("--sampled", action="store_true")
-        if way is not texts:
+        if way in (cost, needle):
             own.add_argument("--tokens", default="32768")
         if way is cost:
             own.add_argument("--weights", default="bfloat16")
             own.add_argument("--budget", type=float, default=0.001)
             own.add_argument("--agreement", type=float, default=0.987)
             own.add_argument("--rounds", type=int, default=8)
-        elif way is needle:
+        if way is limit:
+            own.add_argument("--rounds", type=int, default=3)
+        if way is needle:
             own.add_argument("--questions", type=int, default=32)
-        else:
+        if way in (texts, limit):
             own.add_argument("--budgets", default="0.02")
             own.add_argument("--least", type=int, default=128)
             own.add_argument("--context", type=int, default=4096)
