@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -128,6 +129,9 @@ class ColdExtent:
 class ComingTail:
     """Moments of entries k, v [Hkv, n, D] of a host, taken in the background.
 
+    Who needs them takes them himself where that has not begun, or runs in a copy of the process,
+    which has none of its threads.
+
     Args:
         begin: `Executor.soon`.
     """
@@ -141,7 +145,7 @@ class ComingTail:
             taken.append(Tail.of(k, v))
 
         self.count, self._taken, self._work = k.shape[1], taken, work
-        self._future = begin(work)
+        self._future, self._process = begin(work), os.getpid()
 
     def take(self) -> Tail:
         """The moments, which are waited for.
@@ -149,7 +153,10 @@ class ComingTail:
         Raises:
             Exception: what the work in the background has raised.
         """
-        if self._future.cancelled():  # its executor has ended
+        if os.getpid() != self._process:
+            if not self._taken:
+                self._work()
+        elif self._future.cancel():
             self._work()
         else:
             self._future.result()

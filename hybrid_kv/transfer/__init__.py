@@ -248,10 +248,16 @@ class _Crew:
 
     def __init__(self, size: int) -> None:
         self._size = size
+        self._set_up()
+
+    def _set_up(self) -> None:
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
+        self._process = os.getpid()
 
     def begin(self, work: Callable[[], None]) -> Future[None]:
+        if os.getpid() != self._process:  # a copy, which has none of the threads
+            self._set_up()
         future: Future[None] = Future()
         held = [work]
         future.add_done_callback(lambda _: held.clear())

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -107,8 +109,25 @@ def test_moments_of_entries_that_are_cut_off_do_not_come() -> None:
     assert _are_equal(view.tail(torch.device("cpu")), Tail.of(k, -k))
 
 
+def test_moments_that_nobody_has_begun_are_taken_by_who_wants_them() -> None:
+    view, later, want = _of_later()
+    assert _are_equal(view.tail(torch.device("cpu")), want)
+    assert later.future.cancelled()
+
+
+def test_a_copy_of_the_process_takes_moments_that_are_under_way_elsewhere() -> None:
+    view, later, want = _of_later()
+    assert later.future.set_running_or_notify_cancel()
+    if (child := os.fork()) == 0:
+        signal.alarm(20)  # else it waits for a thread that is not here
+        os._exit(not _are_equal(view.tail(torch.device("cpu")), want))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    later.future.set_result(None)
+
+
 def test_an_error_of_moments_is_raised_to_who_wants_them() -> None:
     view, later, _ = _of_later()
+    assert later.future.set_running_or_notify_cancel()
     later.future.set_exception(MemoryError("of the moments"))
     with pytest.raises(MemoryError, match="of the moments"):
         view.tail(torch.device("cpu"))

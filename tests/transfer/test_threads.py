@@ -9,6 +9,7 @@ import sys
 import threading
 import weakref
 from concurrent.futures import CancelledError
+from contextlib import suppress
 
 import pytest
 import torch
@@ -199,6 +200,21 @@ def test_the_number_of_threads_comes_from_the_environment(monkeypatch: pytest.Mo
         monkeypatch.setenv("HYBRID_KV_BUILD_THREADS", wrong)
         with pytest.raises(ConfigError, match=f"a number of threads, 1..1024, got '{wrong}'"):
             ThreadExecutor()
+
+
+def test_a_copy_of_the_process_has_threads_of_its_own() -> None:
+    executor = ThreadExecutor(1)
+    for begin in (executor.background, executor.soon):
+        begin(lambda: None).result(PATIENCE)
+        if (child := os.fork()) == 0:
+            done = 1
+            with suppress(TimeoutError):
+                begin(lambda: None).result(PATIENCE / 4)
+                done = 0
+            os._exit(done)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        begin(lambda: None).result(PATIENCE)
+    executor.close()
 
 
 def test_torch_stays_in_the_thread_of_a_build_and_nowhere_else() -> None:
