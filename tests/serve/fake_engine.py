@@ -42,7 +42,7 @@ class FakeEngine:
     def forget(self) -> None:
         """Is as new."""
         self.pace_s = 0.0
-        self.holds = False  # every token back, until the request is cancelled
+        self.holds = False  # every token back
         self.seen: list[Request] = []
         self.ended: Counter[str] = Counter()
         self.fails: Exception | None = None

@@ -161,7 +161,7 @@ def test_a_conversation_that_is_too_long_says_what_to_do(
 def test_a_full_queue_is_told(browser: Any, tiny: LLM) -> None:
     engine = FakeEngine(tiny.require_tokenizer(), Limits(max_running=1, max_queue=0))
     with serving(tiny, engine) as running:
-        engine.pace_s = 0.05
+        engine.holds = True
         page = opened(browser.new_context(), running.url)
         url, body = f"{running.url}/hybrid_kv/ask", {"question": "the hill", "max_tokens": 60}
         other = threading.Thread(target=lambda: httpx.post(url, json=body, timeout=60))
@@ -174,6 +174,7 @@ def test_a_full_queue_is_told(browser: Any, tiny: LLM) -> None:
             "The server is busy with others; ask again in about 2 s."
         )
         assert page.input_value("#question") == "the river"
+        engine.holds = False
         other.join()
         page.context.close()
 
