@@ -2,15 +2,16 @@
 
 The product of a matrix and a few tokens waits for memory, and how near to memory's speed torch
 comes depends on the CPU, the shape, the dtype and the number of tokens. So each of these is tried
-once per process, on the model's own weights, in a tenth of a second, most of it spent waiting for
-the other side's threads to fall asleep, and the faster one serves from then on. The weights are
-never touched: while a step passes, a linear layer's `forward` is ours.
+once per process, on the model's own weights, and the faster one serves from then on. A trial waits
+until the other side's threads have fallen asleep, for most of a tenth of a second: all shapes of a
+model are tried at once. The weights are never touched: while a step passes, a linear layer's
+`forward` is ours.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -76,12 +77,22 @@ def trial(products: Products, weights: Iterable[Tensor]) -> ProductTrial:
     Args:
         weights: matrices of this shape, which are read.
     """
-    found = _trials.get(products)
-    if found is None:
-        found = _trials[products] = trials.agree(
-            products, measure(weights, products.tokens, perf_counter)
-        )
-    return found
+    try_together(products.tokens, {products: weights})
+    return _trials[products]
+
+
+def try_together(tokens: int, wanted: Mapping[Products, Iterable[Tensor]]) -> None:
+    """Makes the trials of products of so many tokens that are not known, in .1 s for the first and
+    some .02 s for each more.
+
+    Args:
+        wanted: with matrices of each shape.
+    """
+    new = {products: weights for products, weights in wanted.items() if products not in _trials}
+    if new:
+        found = measure(list(new.values()), tokens, perf_counter)
+        for products, one in zip(new, found, strict=True):
+            _trials[products] = trials.agree(products, one)
 
 
 def try_products(dtype: torch.dtype, num_outputs: int, num_inputs: int) -> ProductTrial | None:
@@ -97,30 +108,31 @@ def try_products(dtype: torch.dtype, num_outputs: int, num_inputs: int) -> Produ
 
 
 def measure(
-    weights: Iterable[Tensor],
+    sets: Sequence[Iterable[Tensor]],
     tokens: int,
     clock: Callable[[], float],
     rest: Callable[[float], None] = sleep,
-) -> ProductTrial:
-    """Times either way on pieces of `weights`, by itself and twice, as a step is made by one of
-    them; the better time of the two counts, since other work on the machine only adds to it.
+) -> list[ProductTrial]:
+    """Times either way on pieces of each set of weights, by itself and twice, as a step is made by
+    one of them; the better time of the two counts, since other work on the machine only adds to it.
 
     Args:
         rest: lets so many seconds pass.
     """
-    pieces = list(islice(_pieces(weights), _PIECES))
-    x = pieces[0].new_ones(tokens, pieces[0].shape[1])
-    pool = pool_here()
-    ways: list[Callable[[Tensor], Tensor]] = [
-        lambda weight: functional.linear(x, weight),
-        lambda weight: linear(x, weight, pool=pool),
+    pieces = [list(islice(_pieces(weights), _PIECES)) for weights in sets]
+    inputs = [some[0].new_ones(tokens, some[0].shape[1]) for some in pieces]
+    ways: list[Callable[[Tensor, Tensor], Tensor]] = [
+        functional.linear,
+        partial(linear, pool=pool_here()),
     ]
-    best = [0.0, 0.0]
+    best = [[0.0, 0.0] for _ in sets]
     for number in [0, 1] * _ROUNDS:
         rest(_REST_S)
-        ways[number](pieces[-1])  # sets things up, and wakes threads
-        best[number] = max(best[number], _rate(ways[number], pieces, clock))
-    return ProductTrial(*best)
+        for x, some, rates in zip(inputs, pieces, best, strict=True):
+            way = partial(ways[number], x)
+            way(some[-1])  # sets things up, and wakes threads
+            rates[number] = max(rates[number], _rate(way, some, clock))
+    return [ProductTrial(*rates) for rates in best]
 
 
 def _rate(
@@ -153,9 +165,6 @@ class FewTokens:
         modules = [m for m in model.modules() if _is_plain(m)] if able else []
         self._step = StepThread()
         self._products = [(m, LinearProduct(m, self._step, self._pays)) for m in modules]
-        self._alike: dict[torch.Size, list[nn.Linear]] = defaultdict(list)
-        for module in modules:
-            self._alike[module.weight.shape].append(module)
 
     @contextmanager
     def served(self, num_tokens: int) -> Iterator[None]:
@@ -173,22 +182,25 @@ class FewTokens:
 
     def try_all(self) -> None:
         """Makes the trials of every number of tokens now, which steps would make in passing."""
-        for alike in self._alike.values():
-            weight = alike[0].weight
-            for tokens in range(1, MAX_TOKENS + 1):
-                if multiplies(weight[:tokens], weight, None):
-                    self._try(weight, tokens)
+        for tokens in range(1, MAX_TOKENS + 1):
+            try_together(tokens, self._of_this_model(tokens))
 
     def _pays(self, weight: Tensor, tokens: int) -> bool:
-        found = _trials.get(Products(weight.dtype, weight.shape, tokens))
-        return (self._try(weight, tokens) if found is None else found).pays
-
-    def _try(self, weight: Tensor, tokens: int) -> ProductTrial:
         products = Products(weight.dtype, weight.shape, tokens)
-        alike = (module.weight for module in self._alike.get(weight.shape, ()))
-        # Any of them may be another one by now, and this one may have come later.
-        same = [w for w in alike if (w.dtype, w.shape) == products[:2]]
-        return trial(products, [w for w in same if multiplies(w[:tokens], w, None)] or [weight])
+        if products not in _trials:  # what was exchanged meanwhile may have a shape of its own
+            try_together(tokens, {products: [weight], **self._of_this_model(tokens)})
+        return _trials[products].pays
+
+    def _of_this_model(self, tokens: int) -> dict[Products, list[Tensor]]:
+        """Products of so many tokens that its layers make now, with the weights of each."""
+        found = defaultdict[Products, list[Tensor]](list)
+        for module, _ in self._products:
+            weight = getattr(module, "weight", None)  # another one by now, or none
+            if weight is None or weight.ndim != 2:
+                continue
+            if multiplies(weight[:tokens], weight, None):
+                found[Products(weight.dtype, weight.shape, tokens)].append(weight)
+        return dict(found)
 
 
 def _is_own(module: nn.Linear) -> bool:

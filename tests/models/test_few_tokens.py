@@ -16,7 +16,7 @@ from hybrid_kv.models.cache_state import passing
 from hybrid_kv.models.few_tokens import FewTokens, Products, ProductTrial, measure, trial
 from hybrid_kv.ops.native.linear import MAX_TOKENS
 from tests.contracts.edges.calls import anatomy
-from tests.models.engine_products import note_products
+from tests.models.engine_products import note_products, trials_end
 from tests.models.folder import tokenizer
 from tests.ops.native.engines import needs_engine
 from tests.tolerances import TOLERANCES
@@ -35,12 +35,12 @@ def forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def fast_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(few_tokens, "measure", lambda *_: ProductTrial(5.0, 10.0))
+    monkeypatch.setattr(few_tokens, "measure", trials_end(5.0, 10.0))
 
 
 @pytest.fixture
 def fast_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(few_tokens, "measure", lambda *_: ProductTrial(10.0, 5.0))
+    monkeypatch.setattr(few_tokens, "measure", trials_end(10.0, 5.0))
 
 
 @pytest.fixture
@@ -190,7 +190,7 @@ def test_small_matrices_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_weights_that_were_exchanged_are_those_that_count(
     monkeypatch: pytest.MonkeyPatch, products: list[list[int]]
 ) -> None:
-    monkeypatch.setattr(few_tokens, "measure", lambda *_: ProductTrial(5.0, 10.0))
+    monkeypatch.setattr(few_tokens, "measure", trials_end(5.0, 10.0))
     module = nn.Linear(72, 100, dtype=torch.bfloat16)
     few, x = FewTokens(module), torch.randn(1, 72).bfloat16()
     module.weight = nn.Parameter(torch.ones(50, 72).bfloat16())
@@ -216,12 +216,13 @@ class Machine:
         self, monkeypatch: pytest.MonkeyPatch, torch_s: float, engine_s: float, behind_s: float
     ) -> None:
         self.now, self._last, self._behind_s, self._rounds = 0.0, "", behind_s, 0
+        self.rests = 0
         self.met: dict[str, set[float]] = {"torch": set(), "engine": set()}
         monkeypatch.setattr(few_tokens, "linear", self._way("engine", engine_s))
         monkeypatch.setattr(few_tokens.functional, "linear", self._way("torch", torch_s))
 
     def _way(self, way: str, seconds: float) -> Any:
-        def multiply(x: Tensor, weight: Tensor, **_: Any) -> None:
+        def multiply(x: Tensor, weight: Tensor, *_: Any, **__: Any) -> None:
             self.now += seconds * (3 if self._rounds in (2, 3) else 1)
             self.now += self._behind_s if self._last not in ("", way) else 0.0
             self._last = way
@@ -231,10 +232,11 @@ class Machine:
 
     def rest(self, seconds: float) -> None:
         assert seconds >= 0.01, "OpenMP's threads spin for 9 ms"
-        self._last, self._rounds = "", self._rounds + 1
+        self._last, self._rounds, self.rests = "", self._rounds + 1, self.rests + 1
 
     def measure(self, weights: list[Tensor], tokens: int) -> ProductTrial:
-        return measure(weights, tokens, lambda: self.now, self.rest)
+        (found,) = measure([weights], tokens, lambda: self.now, self.rest)
+        return found
 
 
 @NARROW
@@ -268,12 +270,34 @@ def test_each_way_meets_each_piece_of_the_weights(monkeypatch: pytest.MonkeyPatc
 
 def test_a_shape_is_tried_once_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
-    monkeypatch.setattr(
-        few_tokens, "measure", lambda w, tokens, clock: calls.append(tokens) or ProductTrial(1, 1)
-    )
+
+    def noted(sets: Any, tokens: int, clock: Any) -> list[ProductTrial]:
+        calls.append(tokens)
+        return [ProductTrial(1, 1)] * len(sets)
+
+    monkeypatch.setattr(few_tokens, "measure", noted)
     for tokens in (1, 1, 2, 1):
         trial(Products(torch.bfloat16, torch.Size((8, 8)), tokens), [torch.ones(8, 8).bfloat16()])
     assert calls == [1, 2]
+
+
+def test_all_shapes_of_a_model_are_tried_at_its_first_product(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Most of a trial is rest, and the first token behind a prompt waited for one of each shape."""
+    machine = Machine(monkeypatch, 2e-3, 1e-3, behind_s=5e-3)
+    tried: list[int] = []
+
+    def noted(sets: Any, tokens: int, clock: Any) -> list[ProductTrial]:
+        tried.append(len(sets))
+        return measure(sets, tokens, lambda: machine.now, machine.rest)
+
+    monkeypatch.setattr(few_tokens, "measure", noted)
+    model = tiny(torch.bfloat16)
+    with torch.inference_mode(), FewTokens(model).served(1):
+        model.lm_head(torch.ones(1, 72, dtype=torch.bfloat16))
+    assert tried == [6]  # queries, keys and values, outputs, two of the FFN, the head
+    assert machine.rests == 4
 
 
 @NARROW
@@ -282,9 +306,9 @@ def test_all_trials_can_be_made_before_the_first_step(
 ) -> None:
     tried: list[int] = []
 
-    def noted(weights: Any, tokens: int, clock: Any) -> ProductTrial:
+    def noted(sets: Any, tokens: int, clock: Any) -> list[ProductTrial]:
         tried.append(tokens)
-        return ProductTrial(5.0, 10.0)
+        return [ProductTrial(5.0, 10.0)] * len(sets)
 
     monkeypatch.setattr(few_tokens, "measure", noted)
     model = tiny(dtype)

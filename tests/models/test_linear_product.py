@@ -23,8 +23,8 @@ from benchmarks.common.layer_cost import PARTS, PRODUCTS, WRAPPERS, LayerCounter
 from benchmarks.common.step_cost import counted
 from hybrid_kv.models import few_tokens
 from hybrid_kv.models.cache_state import passing
-from hybrid_kv.models.few_tokens import FewTokens, ProductTrial
-from tests.models.engine_products import note_products
+from hybrid_kv.models.few_tokens import FewTokens
+from tests.models.engine_products import note_products, trials_end
 from tests.models.test_few_tokens import TIERED, prompt, tiny
 from tests.ops.native.engines import needs_engine
 from tests.tolerances import TOLERANCES
@@ -38,7 +38,7 @@ def fast_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small matrices take part, and the engine is faster."""
     monkeypatch.setattr(few_tokens, "_LEAST_BYTES", 0)
     monkeypatch.setattr(few_tokens, "_trials", {})
-    monkeypatch.setattr(few_tokens, "measure", lambda *_: ProductTrial(5.0, 10.0))
+    monkeypatch.setattr(few_tokens, "measure", trials_end(5.0, 10.0))
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def assert_right(module: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | No
 def test_a_bound_product_is_one_call_of_ours(
     bias: bool, pays: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(few_tokens, "measure", lambda *_: ProductTrial(5.0, 10.0 if pays else 1.0))
+    monkeypatch.setattr(few_tokens, "measure", trials_end(5.0, 10.0 if pays else 1.0))
     module, x = layer(bias=bias), inputs()
     with bound(module, x):
         cost = counted(lambda: module(x))

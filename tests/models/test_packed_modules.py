@@ -18,7 +18,7 @@ from hybrid_kv.errors import ConfigError, OtherContextError
 from hybrid_kv.models import few_tokens, prompt_layers
 from hybrid_kv.models.cache_state import passing
 from hybrid_kv.models.early_queries import EarlyQueries
-from hybrid_kv.models.few_tokens import FewTokens, ProductTrial
+from hybrid_kv.models.few_tokens import FewTokens
 from hybrid_kv.models.load import load_model
 from hybrid_kv.models.prompt_layers import WideningTrial, widened, widened_bytes
 from hybrid_kv.models.support import devices_of, inspect_model
@@ -26,6 +26,7 @@ from hybrid_kv.models.weight_kinds import stored_tensors
 from hybrid_kv.planning.plan import model_facts
 from hybrid_kv.saved.identity import model_identity
 from scripts.needle.tokenizer import build_tokenizer
+from tests.models.engine_products import trials_end
 from tests.models.packed_stand_ins import as_buffers, as_tensor_class
 from tests.ops.native.engines import needs_engine
 
@@ -144,7 +145,7 @@ def test_few_tokens_leave_packed_layers_to_their_library(
 ) -> None:
     monkeypatch.setattr(few_tokens, "_LEAST_BYTES", 0)
     monkeypatch.setattr(few_tokens, "_trials", {})
-    monkeypatch.setattr(few_tokens, "measure", lambda *_: ProductTrial(5.0, 10.0))
+    monkeypatch.setattr(few_tokens, "measure", trials_end(5.0, 10.0))
     few, alone = FewTokens(packed), logits(packed, TOKENS[:, :1])
     few.try_all()
     with few.served(1), torch.no_grad():
