@@ -189,7 +189,8 @@ class ExtentView:
 
         On a device they stay where they lie, so that a captured step goes on reading them.
         """
-        self.settle()
+        if self.coming is not None:  # steps ask here
+            self.settle()
         known = self.known
         if known is None or known.is_outgrown(self.length):
             k, v = self.extent.first(self.length)
