@@ -29,9 +29,6 @@ from hybrid_kv.types import PartialAttention
 __all__ = ["Executor", "SyncExecutor", "ThreadExecutor", "Transfer"]
 
 
-_NICENESS = 10
-"""Added to the process's own."""
-_NICEST = 19
 _CPUS_PER_THREAD = 4
 
 _Job: TypeAlias = tuple[list[Callable[[], None]], "Future[None]"]
@@ -224,8 +221,8 @@ class ThreadExecutor(SyncExecutor):
     """
 
     def __init__(self, threads: int | None = None) -> None:
-        self._builders = _Crew(build_threads() if threads is None else threads)
-        self._helper = _Crew(1)
+        self._builders = _Crew(build_threads() if threads is None else threads, gives_way=True)
+        self._helper = _Crew(1, gives_way=False)
         for crew in (self._builders, self._helper):
             # Not at exit: `_end_at_exit` waits for the threads too, which a collection must not.
             weakref.finalize(self, crew.end).atexit = False
@@ -246,8 +243,8 @@ class ThreadExecutor(SyncExecutor):
 class _Crew:
     """Threads that take jobs in turn. It does not know its executor, which it may outlive."""
 
-    def __init__(self, size: int) -> None:
-        self._size = size
+    def __init__(self, size: int, *, gives_way: bool) -> None:
+        self._size, self._gives_way = size, gives_way
         self._set_up()
 
     def _set_up(self) -> None:
@@ -293,7 +290,8 @@ class _Crew:
         _at_work.discard(self)
 
     def _work(self) -> None:
-        _be_nice()
+        if self._gives_way:
+            _give_way()
         work_alone()
         while (job := self._jobs.get()) is not None:
             held, future = job
@@ -334,10 +332,12 @@ def build_threads() -> int:
     return int(wanted)
 
 
-def _be_nice() -> None:
-    """Decoding goes first. Only Linux has priorities by thread."""
+def _give_way() -> None:
+    """This thread runs where nobody else wants to: decoding goes first.
+
+    A lower priority alone is not enough: a step of several threads waits for the last of them, and
+    the scheduler lets a build finish its slice of a core first. Only Linux has this by thread.
+    """
     if sys.platform == "linux":
         with suppress(OSError):
-            thread = threading.get_native_id()
-            nicer = os.getpriority(os.PRIO_PROCESS, thread) + _NICENESS
-            os.setpriority(os.PRIO_PROCESS, thread, min(nicer, _NICEST))
+            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))

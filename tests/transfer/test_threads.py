@@ -141,16 +141,14 @@ def test_a_waiting_thread_keeps_nothing_of_its_last_work() -> None:
     executor.close()
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="threads have priorities on Linux only")
-def test_the_background_yields_to_decoding() -> None:
-    executor, found = ThreadExecutor(1), list[int]()
-    executor.background(lambda: found.append(_niceness())).result(PATIENCE)
-    assert found[0] == min(19, _niceness() + 10)
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have a policy on Linux only")
+def test_builds_give_way_and_what_a_step_waits_for_does_not() -> None:
+    executor, found, own = ThreadExecutor(1), list[int](), os.sched_getscheduler(0)
+    for begin in (executor.background, executor.soon):
+        begin(lambda: found.append(os.sched_getscheduler(0))).result(PATIENCE)
+    assert found == [os.SCHED_IDLE, own]
+    assert os.sched_getscheduler(0) == own
     executor.close()
-
-
-def _niceness() -> int:
-    return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 
 
 @pytest.mark.skipif(engine_state().isa is None, reason="there is no native engine and no pool")
