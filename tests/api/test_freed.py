@@ -196,7 +196,8 @@ def test_a_dropped_stream_ends_and_is_gone(llm: hkv.LLM, pieces: int | None) -> 
     while any(thread.name == "hybrid-kv-generate" for thread in threading.enumerate()):
         pytest.fail("the thread of a dropped stream goes on")
     _until(lambda: not alive(refs))
-    assert threading.active_count() <= before + 2  # those that build and audit end by themselves
+    # Those that build, take moments and audit are of the model: they stay.
+    assert threading.active_count() <= before + 3
 
 
 def test_a_stream_that_failed_is_gone(llm: hkv.LLM) -> None:
