@@ -33,7 +33,8 @@ class LastRows:
     """A model's last decoder layer, while a prompt passes.
 
     It is left alone where somebody may see the other rows: with hooks on that layer or on what its
-    output passes. So is a part with a forward of others, or one that does not give one tensor.
+    output passes. So it is where the user has compiled it or a part of it: each prompt would bring
+    graphs. So is a part with a forward of others, or one that does not give one tensor.
 
     Args:
         owner: whose list `layers` is. between: modules that the output of the last layer passes.
@@ -63,7 +64,7 @@ class LastRows:
             asked: the last rows that are needed.
             held: its entries, whose prompt has not ended; None where they are not tiered.
         """
-        if self._is_seen():
+        if self._is_seen() or any(map(_is_compiled, self.layer.modules())):
             yield
             return
         parts = list(self._parts)
@@ -118,6 +119,14 @@ def _of_last(
     out = some.new_zeros(x.shape[0], count, *some.shape[2:])
     out[:, -wanted:] = some
     return out
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """Whether torch.compile was told of a module or of its forward, which we may have wrapped."""
+    forward = module.__dict__.get("forward")
+    while forward is not None and not hasattr(forward, "_torchdynamo_orig_callable"):
+        forward = getattr(forward, "__wrapped__", None)
+    return forward is not None or module._compiled_call_impl is not None
 
 
 def _is_module(part: object) -> TypeGuard[nn.Module]:

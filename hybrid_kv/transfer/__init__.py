@@ -30,6 +30,7 @@ __all__ = ["Executor", "SyncExecutor", "ThreadExecutor", "Transfer"]
 
 
 _CPUS_PER_THREAD = 4
+_NICEST = 19
 
 _Job: TypeAlias = tuple[list[Callable[[], None]], "Future[None]"]
 """Work in a list, which is emptied when the work is cancelled or begins: a job that waits for its
@@ -336,8 +337,12 @@ def _give_way() -> None:
     """This thread runs where nobody else wants to: decoding goes first.
 
     A lower priority alone is not enough: a step of several threads waits for the last of them, and
-    the scheduler lets a build finish its slice of a core first. Only Linux has this by thread.
+    the scheduler lets a build finish its slice of a core first. It is taken where a sandbox refuses
+    the policy. Only Linux has either by thread.
     """
     if sys.platform == "linux":
-        with suppress(OSError):
+        try:
             os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+        except OSError:
+            with suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICEST)

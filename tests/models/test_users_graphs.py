@@ -155,6 +155,24 @@ def test_a_decoder_without_its_head_is_no_exception(order: str) -> None:
         torch.testing.assert_close(steps(call, runtime.cache()), want, **CLOSE)
 
 
+@pytest.mark.parametrize("way", [layers_forwards, attention_only])
+def test_later_prompts_bring_no_graphs(way: Callable[..., Any]) -> None:
+    """Beyond its limit of graphs the compiler gives up a function, with a warning alone."""
+    graphs: list[Any] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    model: Any = way(small("llama"), backend=backend, dynamic=True)
+    counts = []
+    with hkv.attach(model, "full") as runtime:
+        for length in (90, 110, 70):
+            model(prompt(length=length), **passing(runtime.cache()), logits_to_keep=1)
+            counts.append(len(graphs))
+    assert counts == counts[:1] * 3
+
+
 def test_compiled_again_it_is_still_served(want: dict[str, list[Tensor]]) -> None:
     """torch.compile looks on a function for the one that it was made of."""
     model: Any = assigned(small("llama"), backend="eager")

@@ -151,6 +151,22 @@ def test_builds_give_way_and_what_a_step_waits_for_does_not() -> None:
     executor.close()
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have a priority on Linux only")
+def test_builds_have_the_lowest_priority_where_the_policy_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError("by a sandbox")
+
+    monkeypatch.setattr(os, "sched_setscheduler", refuse)
+    executor, found = ThreadExecutor(1), list[int]()
+    executor.background(
+        lambda: found.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+    ).result(PATIENCE)
+    assert found == [19]
+    executor.close()
+
+
 @pytest.mark.skipif(engine_state().isa is None, reason="there is no native engine and no pool")
 def test_the_background_leaves_the_pool_to_decoding() -> None:
     executor, found = ThreadExecutor(1), list[object]()
