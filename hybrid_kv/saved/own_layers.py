@@ -13,11 +13,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import DummyLayer, LinearAttentionAndFullAttentionLayer
+from transformers import cache_utils
+from transformers.cache_utils import LinearAttentionAndFullAttentionLayer
 
 from hybrid_kv.models.cache_state import STATE_KINDS, is_fixed, states_of
 
 _KV = ("keys", "values")
+
+_NoAttention: type | None = getattr(cache_utils, "DummyLayer", None)  # not in transformers 5.19
 
 
 def _is_both(layer: Any) -> bool:
@@ -27,7 +30,7 @@ def _is_both(layer: Any) -> bool:
 
 def is_own(layer: Any) -> bool:
     """Whether a layer is one of these kinds."""
-    return is_fixed(layer) or _is_both(layer) or type(layer) is DummyLayer
+    return is_fixed(layer) or _is_both(layer) or type(layer) is _NoAttention
 
 
 def tensors_of(layer: Any) -> dict[str, Tensor]:
@@ -55,7 +58,7 @@ def check_tensors(
         ValueError: they are not of one row, not named as the layer's are, or keys and values not
             those of these tokens.
     """
-    if type(layer) is DummyLayer:
+    if type(layer) is _NoAttention:
         if tensors:
             raise ValueError(f"a layer without attention must have no states, got {[*tensors]}")
         return

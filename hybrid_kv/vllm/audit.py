@@ -6,8 +6,8 @@ costs one exact attention of one layer.
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -43,10 +43,20 @@ class AuditTurns:
         return look // self.layers % sequences
 
 
-@cache
-def process_turns(every: int) -> AuditTurns:
-    """Turns of all layers of this process."""
-    return AuditTurns(every)
+_turns: dict[int, AuditTurns] = {}  # by the id of an engine's configuration
+
+
+def engine_turns(engine: object, every: int) -> AuditTurns:
+    """Turns of all layers of one engine, as a process may have several.
+
+    Args:
+        engine: what its layers have in common, as its configuration; it is not kept alive.
+    """
+    turns = _turns.get(id(engine))
+    if turns is None:
+        turns = _turns[id(engine)] = AuditTurns(every)
+        weakref.finalize(engine, _turns.pop, id(engine), None)
+    return turns
 
 
 class ExactLook(NamedTuple):

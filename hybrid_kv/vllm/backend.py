@@ -21,7 +21,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 
 from hybrid_kv.ops.native.library import Pool
-from hybrid_kv.vllm.audit import process_turns
+from hybrid_kv.vllm.audit import engine_turns
 from hybrid_kv.vllm.batch import CacheShape, Prompts, Scratch, StepBatch, StepSequence, as_blocks
 from hybrid_kv.vllm.counters import process_counts
 from hybrid_kv.vllm.layer import Kernel, PagedLayer
@@ -114,9 +114,10 @@ class HybridImpl(CPUAttentionBackendImpl):
             return
         check_layer(self.alibi_slopes, self.kv_sharing_target_layer_name)
         how = self.scale, self.logits_soft_cap
-        settings = settings_of(get_current_vllm_config().additional_config)
+        config = get_current_vllm_config()
+        settings = settings_of(config.additional_config)
         every = 0 if settings is None else settings.audit_every
-        turns = process_turns(every) if every else None
+        turns = engine_turns(config, every) if every else None
         self.hybrid = PagedLayer(*how, _scratch(), _pool(), self.sinks, process_counts(), turns)
 
     def do_kv_cache_update(

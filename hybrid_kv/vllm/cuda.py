@@ -31,7 +31,7 @@ from vllm.v1.attention.backends.triton_attn import (
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from hybrid_kv.ops.dispatch import get_ops
-from hybrid_kv.vllm.audit import process_turns
+from hybrid_kv.vllm.audit import engine_turns
 from hybrid_kv.vllm.counters import process_counts
 from hybrid_kv.vllm.page_step import PageStep, SequenceRow
 from hybrid_kv.vllm.pages import PageLayer
@@ -177,14 +177,15 @@ class _PageImpl:
         if self.attn_type != AttentionType.DECODER or self.sliding_window != (-1, -1):
             return
         check_layer(self.alibi_slopes, self.kv_sharing_target_layer_name)
-        settings = settings_of(get_current_vllm_config().additional_config, _PLATFORM)
+        config = get_current_vllm_config()
+        settings = settings_of(config.additional_config, _PLATFORM)
         every = 0 if settings is None else settings.audit_every
         self.pages = PageLayer(
             self.scale,
             self.logits_soft_cap,
             get_ops("auto"),
             process_counts(),
-            process_turns(every) if every else None,
+            engine_turns(config, every) if every else None,
         )
         group = self.num_heads // self.num_kv_heads
         self._one_head = type(self).stock(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import runpy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel, cache_utils
 
 import hybrid_kv as hkv
 from hybrid_kv.api.building import build_context
@@ -205,3 +206,11 @@ def test_damaged_keys_beside_a_state_are_refused(plain: PreTrainedModel, tmp_pat
             replace_block(path, file, wrong)
             with pytest.raises(FileFormatError, match=sentence):
                 llm.open(path)
+
+
+def test_older_transformers_have_no_layer_without_attention(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delattr(cache_utils, "DummyLayer", raising=False)
+    own_layers = runpy.run_module("hybrid_kv.saved.own_layers")
+    assert not own_layers["is_own"](cache_utils.DynamicLayer())

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from hybrid_kv.ops.native import engine_state
 from hybrid_kv.ops.native.paged_cache import SearchRange
-from hybrid_kv.vllm.audit import AuditTurns
+from hybrid_kv.vllm.audit import AuditTurns, engine_turns
 from hybrid_kv.vllm.counters import FIELDS, FOLDER, CountsCollector, StepCounts, totals
 from hybrid_kv.vllm.settings import VllmSettings, search_range
 from tests.vllm.paged import DIM, GROUP, HEADS, PagedDriver, PagedSequence
@@ -144,6 +144,19 @@ def test_layers_and_sequences_look_in_turn() -> None:
         *((4, 1, 0), (8, 2, 0), (12, 0, 1), (16, 1, 1), (20, 2, 1), (24, 0, 0), (28, 1, 0)),
         (32, 2, 0),
     ]
+
+
+def test_engines_of_a_process_take_turns_apart() -> None:
+    class Engine:
+        pass
+
+    first, second = Engine(), Engine()
+    layers = [engine_turns(first, 4).join() for _ in range(3)]
+    other = engine_turns(second, 4)
+    assert [*layers, other.join()] == [0, 1, 2, 0]
+    assert [other.looked_at(0, step, 1) for step in (4, 8, 12)] == [0, 0, 0]
+    del first
+    assert engine_turns(Engine(), 4).join() == 0
 
 
 WRITER = """
