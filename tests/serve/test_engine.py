@@ -101,7 +101,7 @@ def test_together_requests_answer_as_alone(llm: hkv.LLM) -> None:
 def test_prompts_are_computed_between_steps_of_others(one: hkv.LLM) -> None:
     limits = Limits(prefill_chunk_tokens=20, prefix_bytes=0)
     with slow(one, 0.002), Engine(one, limits) as engine:
-        first = engine.submit(asked(30, max_new_tokens=60))
+        first = engine.submit(asked(30, max_new_tokens=160))
         until(lambda: any(isinstance(event, Token) for event in first.happened))
         second = engine.submit(asked(400))
         read(second)
