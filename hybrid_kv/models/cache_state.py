@@ -97,6 +97,14 @@ def outside_graphs(function: Callable[_P, _R]) -> Callable[_P, _R]:
     return apart
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Whether torch.compile was told of a module or of its forward, which we may have wrapped."""
+    forward = module.__dict__.get("forward")
+    while forward is not None and not hasattr(forward, "_torchdynamo_orig_callable"):
+        forward = getattr(forward, "__wrapped__", None)
+    return forward is not None or module._compiled_call_impl is not None
+
+
 def with_copy(mask: Tensor, here: Tensor) -> Tensor:
     """Hangs its values on the host on a mask that goes to the attention function."""
     mask.hybrid_kv_here = here  # type: ignore[attr-defined]

@@ -164,7 +164,7 @@ class FewTokens:
         able = engine_state().isa is not None
         modules = [m for m in model.modules() if _is_plain(m)] if able else []
         self._step = StepThread()
-        self._products = [(m, LinearProduct(m, self._step, self._pays)) for m in modules]
+        self._products = [(m, LinearProduct(m, self._step, self.pays)) for m in modules]
 
     @contextmanager
     def served(self, num_tokens: int) -> Iterator[None]:
@@ -185,7 +185,12 @@ class FewTokens:
         for tokens in range(1, MAX_TOKENS + 1):
             try_together(tokens, self._of_this_model(tokens))
 
-    def _pays(self, weight: Tensor, tokens: int) -> bool:
+    def pays(self, weight: Tensor, tokens: int) -> bool:
+        """Whether the engine multiplies a weight with so many tokens faster than torch; of small
+        ones, which are not tried, it is taken to.
+        """
+        if is_small(weight):
+            return True
         products = Products(weight.dtype, weight.shape, tokens)
         if products not in _trials:  # what was exchanged meanwhile may have a shape of its own
             try_together(tokens, {products: [weight], **self._of_this_model(tokens)})
@@ -203,6 +208,11 @@ class FewTokens:
         return dict(found)
 
 
+def is_small(weight: Tensor) -> bool:
+    """Whether a product with a matrix waits for its call and not for memory."""
+    return weight.nbytes < _LEAST_BYTES
+
+
 def _is_own(module: nn.Linear) -> bool:
     """Whether nobody has given a layer another forward, or another class with one, meanwhile."""
     return "forward" not in module.__dict__ and type(module) is nn.Linear
@@ -213,7 +223,7 @@ def _is_plain(module: nn.Module) -> TypeGuard[nn.Linear]:
         is_plain_linear(module)
         and module.weight.device.type == "cpu"
         and module.weight.dtype in (torch.bfloat16, torch.float16)
-        and module.weight.nbytes >= _LEAST_BYTES
+        and not is_small(module.weight)
         and not hasattr(module, "_hf_hook")
     )
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
-from hybrid_kv.models.cache_state import replaced
+from hybrid_kv.models.cache_state import is_compiled, replaced
 from hybrid_kv.runtime.layer_prompt import AskedRows
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class LastRows:
             asked: the last rows that are needed.
             held: its entries, whose prompt has not ended; None where they are not tiered.
         """
-        if self._is_seen() or any(map(_is_compiled, self.layer.modules())):
+        if self._is_seen() or any(map(is_compiled, self.layer.modules())):
             yield
             return
         parts = list(self._parts)
@@ -119,14 +119,6 @@ def _of_last(
     out = some.new_zeros(x.shape[0], count, *some.shape[2:])
     out[:, -wanted:] = some
     return out
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    """Whether torch.compile was told of a module or of its forward, which we may have wrapped."""
-    forward = module.__dict__.get("forward")
-    while forward is not None and not hasattr(forward, "_torchdynamo_orig_callable"):
-        forward = getattr(forward, "__wrapped__", None)
-    return forward is not None or module._compiled_call_impl is not None
 
 
 def _is_module(part: object) -> TypeGuard[nn.Module]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import wraps
 from inspect import signature
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -25,6 +25,7 @@ from hybrid_kv.runtime import check_host_memory
 from hybrid_kv.types import ModelInfo, bytes_per_token
 
 if TYPE_CHECKING:
+    from hybrid_kv.models.decoder_step import DecoderSteps
     from hybrid_kv.models.early_queries import EarlyQueries
     from hybrid_kv.models.few_tokens import FewTokens
     from hybrid_kv.models.joined import JoinedCache
@@ -56,6 +57,8 @@ class Serving:
         self._prefill = LayerMajorPrefill(model, chunk, states)
         self._early: EarlyQueries | None = None
         self._few = _few_tokens(model)
+        # Whole layers first: they look at the forwards of what is in them.
+        self._faster = [one for one in (_decoder_steps(model, self._few), self._few) if one]
         for part in text_parts(model, self.text_config):
             self._wrap(part)
 
@@ -121,8 +124,9 @@ class Serving:
                 if self._graphs is not None and isinstance(cache, TieredCache):
                     output = self._graphs.forward(cache, module, inputs, plans, inner)
                 else:
-                    few = self._few
-                    with nullcontext() if few is None else few.served(_num_tokens(inputs)):
+                    with ExitStack() as stack:
+                        for faster in self._faster:
+                            stack.enter_context(faster.served(_num_tokens(inputs)))
                         output = call()
                 _watch_logits(cache, output)
                 return output
@@ -275,6 +279,16 @@ def _few_tokens(model: PreTrainedModel) -> FewTokens | None:
     from hybrid_kv.models.few_tokens import FewTokens
 
     return FewTokens(model)
+
+
+def _decoder_steps(model: PreTrainedModel, few: FewTokens | None) -> DecoderSteps | None:
+    """Layers with packed or 16-bit weights in host memory; None where a model has none."""
+    packed = any(one.dtype == torch.uint8 for one in model.parameters())
+    if few is None and not packed:
+        return None
+    from hybrid_kv.models.decoder_step import DecoderSteps
+
+    return DecoderSteps(model, few.pays if few is not None else lambda weight, tokens: False)
 
 
 def _source(inputs: dict[str, Any]) -> Tensor | None:

@@ -18,7 +18,7 @@ from ctypes import (
     c_void_p,
 )
 
-ABI_VERSION = 22
+ABI_VERSION = 23
 OK = 0
 INVALID = 1
 NO_MEMORY = 2
@@ -192,6 +192,49 @@ class PartStruct(Structure):
         ("out", c_void_p),
         ("lse", c_void_p),
         ("dtype", c_int32),
+    )
+
+
+class MatrixStruct(Structure):
+    """`hkv_matrix`."""
+
+    _fields_ = (
+        ("kind", c_int32),
+        ("exact", c_int32),
+        ("num_outputs", c_int64),
+        ("num_inputs", c_int64),
+        ("stride", c_int64),
+        ("weight", c_void_p),
+        ("bias", c_void_p),
+    )
+
+
+class NormStruct(Structure):
+    """`hkv_norm`."""
+
+    _fields_ = (
+        ("weight", c_void_p),
+        ("epsilon", c_float),
+    )
+
+
+class DecoderStruct(Structure):
+    """`hkv_decoder`."""
+
+    _fields_ = (
+        ("dtype", c_int32),
+        ("head_dim", c_int32),
+        ("before_attention", NormStruct),
+        ("of_queries", NormStruct),
+        ("of_keys", NormStruct),
+        ("before_feed_forward", NormStruct),
+        ("query", MatrixStruct),
+        ("key", MatrixStruct),
+        ("value", MatrixStruct),
+        ("output", MatrixStruct),
+        ("gate", MatrixStruct),
+        ("up", MatrixStruct),
+        ("down", MatrixStruct),
     )
 
 
@@ -439,6 +482,10 @@ FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
         POINTER(StepReportStruct)]),
     "hkv_attend_steps": (c_int, [c_void_p, c_int64, POINTER(OneStepStruct)]),
     "hkv_block_bytes": (c_int64, [c_int32]),
+    "hkv_decoder_inputs": (c_int, [c_void_p, POINTER(DecoderStruct), c_int64, c_void_p, c_void_p,
+        c_void_p, c_void_p, c_void_p, c_void_p]),
+    "hkv_decoder_outputs": (c_int, [c_void_p, POINTER(DecoderStruct), c_int64, c_void_p, c_void_p,
+        c_void_p]),
     "hkv_flat_search": (c_int, [c_void_p, c_int32, POINTER(FlatHeadStruct), c_void_p, c_int64,
         c_int64, c_int64, c_int32, c_void_p, c_void_p, c_void_p]),
     "hkv_graph_cover": (c_int, [POINTER(ProjectionStruct), c_void_p, c_void_p]),

@@ -1,0 +1,219 @@
+"""Decode steps on the CPU: what a decoder layer does around its attention, in two engine calls.
+
+A layer of a small model waits for Python: fifty operations of a few microseconds each. For layers
+whose code is known, norms, products, rotation and feed-forward of a few tokens are computed by the
+engine, from packed or 16-bit weights. The model is never touched: while a step passes, a layer's
+`forward` is ours. It is left alone where anybody may see or change what lies inside of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import get_ident
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+from transformers.activations import SiLUActivation
+
+from hybrid_kv.models.cache_state import CACHE_NAMES, is_compiled, passed, replaced
+from hybrid_kv.models.few_tokens import is_small
+from hybrid_kv.models.hf_attention import hybrid_attention
+from hybrid_kv.models.hf_cache import ServedCache
+from hybrid_kv.models.packed_linear import PackedLinear
+from hybrid_kv.ops.native.decoder import BoundDecoder, DecoderWeights, Matrix, Norm
+from hybrid_kv.ops.native.library import Pool, engine_state, pool_here
+from hybrid_kv.ops.native.linear import MAX_TOKENS, PLAIN, TensorLayout, multiplies
+
+_FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
+"""Of transformers, whose layers compute what `hybrid_kv_decoder.h` says. Their classes have these
+names in front of `DecoderLayer`, `Attention`, `MLP` and `RMSNorm`."""
+_INPUTS = {"attention_mask", "position_ids", "use_cache", "position_embeddings", *CACHE_NAMES}
+"""What a layer of these is given beside its hidden states."""
+
+Pays: TypeAlias = Callable[[Tensor, int], bool]
+"""Whether the engine multiplies a 16-bit weight [N, K] with so many tokens faster than torch."""
+
+
+class DecoderSteps:
+    """The decoder layers of a model, and the block in which the engine may compute them.
+
+    Args:
+        pays: makes the trial where there is none.
+    """
+
+    def __init__(self, model: nn.Module, pays: Pays) -> None:
+        able = engine_state().isa is not None
+        self._layers = [DecoderStep(m, pays) for m in model.modules() if able and _is_known(m)]
+
+    @contextmanager
+    def served(self, num_tokens: int) -> Iterator[None]:
+        """A block in which a forward of so many tokens, over all rows, takes what is fastest."""
+        may = 0 < num_tokens <= MAX_TOKENS and not torch.is_grad_enabled()
+        if not (may and self._layers) or torch.is_autocast_enabled("cpu") or _is_watched():
+            yield
+            return
+        pool, thread = pool_here(), get_ident()
+        ready = [one for one in self._layers if one.begin(num_tokens, pool, thread)]
+        try:
+            with replaced((one.layer, one) for one in ready):
+                yield
+        finally:
+            for one in ready:
+                one.end()
+
+
+class DecoderStep:
+    """The forward of a decoder layer while a step passes."""
+
+    def __init__(self, layer: nn.Module, pays: Pays) -> None:
+        self.layer, self._pays = layer, pays
+        self._bound: BoundDecoder | None = None
+        self._key: list[Any] = []  # of what is bound
+        self._pool: Pool | None = None
+        self._thread = 0  # whose step passes; 0 for none
+
+    def begin(self, num_tokens: int, pool: Pool | None, thread: int) -> bool:
+        """Whether the engine computes this layer in a step, which a thread begins."""
+        layer = self.layer
+        if "forward" in layer.__dict__ or layer.training or is_compiled(layer):
+            return False
+        parts = _parts(layer)
+        for part in parts:  # each may be exchanged or listened to, and by anybody
+            if (
+                "forward" in part.__dict__
+                or part._compiled_call_impl is not None
+                or part._forward_hooks
+                or part._forward_pre_hooks
+            ):
+                return False
+        key: list[Any] = [num_tokens, type(layer).forward]
+        for part in parts:
+            kind = type(part)
+            key += (part, kind, kind.forward, part.__dict__.get("variance_epsilon"))
+            key += [
+                TensorLayout.of(one) if isinstance(one, Tensor) and type(one) in PLAIN else id(one)
+                for one in part._parameters.values()
+            ]
+        if key != self._key:
+            self._key, self._bound = key, self._bind(num_tokens)
+        self._pool, self._thread = pool, thread
+        return self._bound is not None
+
+    def end(self) -> None:
+        """No step passes."""
+        self._thread = 0
+
+    def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """The layer's output [B, T, hidden] of hidden states, which attend to the cache."""
+        bound, cache, turns = self._bound, passed(kwargs), kwargs.get("position_embeddings")
+        if (
+            bound is None
+            or self._thread != get_ident()
+            or args
+            or not kwargs.keys() <= _INPUTS
+            or not isinstance(cache, ServedCache)
+            or not bound.takes(hidden_states, turns)
+            or torch.is_grad_enabled()
+        ):
+            own: Tensor = type(self.layer).forward(self.layer, hidden_states, *args, **kwargs)
+            return own
+        assert turns is not None
+        rows, tokens = hidden_states.shape[:2]
+        new = bound.inputs(hidden_states, turns, self._pool)
+        q, k, v = (one.view(rows, tokens, *one.shape[1:]).transpose(1, 2) for one in new)
+        attention: Any = self.layer.self_attn
+        k, v = cache.update(k, v, attention.layer_idx)
+        mask = kwargs.get("attention_mask")
+        attended, _ = hybrid_attention(attention, q, k, v, mask, scaling=attention.scaling)
+        return bound.outputs(hidden_states, attended, self._pool)
+
+    def _bind(self, num_tokens: int) -> BoundDecoder | None:
+        """The engine's calls with the weights as they are; None where it cannot have them, or would
+        not be faster.
+        """
+        if not _is_known(self.layer):
+            return None
+        layer: Any = self.layer
+        attention, feed_forward = layer.self_attn, layer.mlp
+        dtype: torch.dtype = layer.input_layernorm.weight.dtype
+        norms = {
+            "before_attention": layer.input_layernorm,
+            "before_feed_forward": layer.post_attention_layernorm,
+            "of_queries": getattr(attention, "q_norm", None),
+            "of_keys": getattr(attention, "k_norm", None),
+        }
+        linear = {
+            "query": attention.q_proj,
+            "key": attention.k_proj,
+            "value": attention.v_proj,
+            "output": attention.o_proj,
+            "gate": feed_forward.gate_proj,
+            "up": feed_forward.up_proj,
+            "down": feed_forward.down_proj,
+        }
+        weights: dict[str, Any] = {
+            name: None if norm is None else Norm(norm.weight, norm.variance_epsilon)
+            for name, norm in norms.items()
+        }
+        if any(one and not _is_plain(one.weight, dtype) for one in weights.values()):
+            return None
+        for name, module in linear.items():
+            weights[name] = self._matrix(module, dtype, num_tokens)
+            if weights[name] is None:
+                return None
+        if all(type(one) is nn.Linear and is_small(one.weight) for one in linear.values()):
+            return None  # of which no trial tells
+        return BoundDecoder(DecoderWeights(**weights), attention.head_dim)
+
+    def _matrix(self, module: nn.Module, dtype: torch.dtype, num_tokens: int) -> Matrix | None:
+        """A linear layer as the engine takes it; None where it does not, or torch is faster."""
+        bias = module._parameters.get("bias")
+        if bias is not None and not _is_plain(bias, dtype):
+            return None
+        if type(module) is PackedLinear:
+            plain = module.columns_in is None and module.weight.is_cpu
+            return Matrix(module.packed, bias, module.exact) if plain else None
+        if type(module) is not nn.Linear:
+            return None
+        weight = module.weight
+        if type(weight) not in PLAIN or weight.dtype != dtype or weight.dim() != 2:
+            return None
+        takes = multiplies(weight.new_empty((num_tokens, weight.shape[1])), weight, bias)
+        return Matrix(weight, bias) if takes and self._pays(weight, num_tokens) else None
+
+
+def _parts(layer: nn.Module) -> list[nn.Module]:
+    """Modules inside of a layer, but for those of linear layers and norms."""
+    inner = [part for part in layer._modules.values() if part is not None]
+    return inner + [one for part in inner for one in part._modules.values() if one is not None]
+
+
+def _is_plain(tensor: Tensor, dtype: torch.dtype) -> bool:
+    return (
+        type(tensor) in PLAIN and tensor.is_cpu and tensor.dtype == dtype and tensor.is_contiguous()
+    )
+
+
+def _is_known(layer: nn.Module) -> bool:
+    """Whether a layer and its parts are of transformers' classes, with their forwards."""
+    family = type(layer).__name__.removesuffix("DecoderLayer")
+    if family not in _FAMILIES:
+        return False
+    attention, feed_forward = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
+    norms = [getattr(layer, name, None) for name in ("input_layernorm", "post_attention_layernorm")]
+    norms += [getattr(attention, name) for name in ("q_norm", "k_norm") if hasattr(attention, name)]
+    named: list[tuple[Any, str]] = [(norm, "RMSNorm") for norm in norms]
+    named += [(layer, "DecoderLayer"), (attention, "Attention"), (feed_forward, "MLP")]
+    home = f"transformers.models.{family.lower()}.modeling_{family.lower()}"
+    return type(getattr(feed_forward, "act_fn", None)) in (nn.SiLU, SiLUActivation) and all(
+        (type(part).__module__, type(part).__name__) == (home, family + name)
+        and type(part).forward.__module__ == home  # else somebody has put another one there
+        for part, name in named
+    )
+
+
+def _is_watched() -> bool:
+    return bool(torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks)

@@ -1,0 +1,156 @@
+"""A decoder layer around its attention, for a few tokens: two calls of the engine.
+
+See `native/include/hybrid_kv_decoder.h`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import byref
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hybrid_kv.ops.native import library
+from hybrid_kv.ops.native.bindings import DecoderStruct, MatrixStruct, NormStruct
+from hybrid_kv.ops.native.library import Pool, find_engine
+from hybrid_kv.ops.native.linear import PackedWeight
+from hybrid_kv.ops.native.rows import DTYPES, pool_handle
+
+
+class Norm(NamedTuple):
+    """The root mean square norm of vectors; weight: [size]."""
+
+    weight: Tensor
+    epsilon: float
+
+
+class Matrix(NamedTuple):
+    """A linear layer.
+
+    weight: packed, or [N, K] in the 16-bit dtype of hidden states, rows contiguous. bias: [N], or
+    None. exact: see `packed_linear`.
+    """
+
+    weight: PackedWeight | Tensor
+    bias: Tensor | None = None
+    exact: bool = False
+
+
+class DecoderWeights(NamedTuple):
+    """Weights of a decoder layer: hidden states pass a norm, attention, a norm and a gated
+    feed-forward with SiLU. of_queries, of_keys: norms of each head, or None.
+    """
+
+    before_attention: Norm
+    query: Matrix
+    key: Matrix
+    value: Matrix
+    of_queries: Norm | None
+    of_keys: Norm | None
+    output: Matrix
+    before_feed_forward: Norm
+    gate: Matrix
+    up: Matrix
+    down: Matrix
+
+
+class AttentionInputs(NamedTuple):
+    """Queries, keys and values [T, heads, D] of some tokens; queries and keys are rotated."""
+
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+
+
+class BoundDecoder:
+    """The two calls for one layer, whose weights must stay where they are.
+
+    Args:
+        weights: on the host, norms and biases in one dtype, float32, bfloat16 or float16, which is
+            that of hidden states.
+        head_dim: D of queries, keys and values.
+    """
+
+    def __init__(
+        self, weights: DecoderWeights, head_dim: int, *, engine: ctypes.CDLL | None = None
+    ) -> None:
+        self._kept: list[Tensor] = []
+        self._engine = find_engine(engine)
+        self._dtype, self._head_dim = weights.before_attention.weight.dtype, head_dim
+        parts = {
+            name: self._matrix(one) if isinstance(one, Matrix) else self._norm(one)
+            for name, one in weights._asdict().items()
+        }
+        layer = DecoderStruct(dtype=DTYPES[self._dtype], head_dim=head_dim, **parts)
+        self._layer, self._address = layer, byref(layer)
+        self._heads = [one.num_outputs // head_dim for one in (layer.query, layer.key, layer.value)]
+        self._hidden: int = layer.query.num_inputs
+
+    def _norm(self, norm: Norm | None) -> NormStruct:
+        return NormStruct() if norm is None else NormStruct(self._keep(norm.weight), norm.epsilon)
+
+    def _matrix(self, matrix: Matrix) -> MatrixStruct:
+        weight, bias, exact = matrix
+        if isinstance(weight, PackedWeight):
+            number, *sizes = (size.value for size in weight.sizes)
+            wide = None if bias is None else self._keep(bias.float().contiguous())
+            return MatrixStruct(number, exact, *sizes, self._keep(weight.blocks), wide)
+        sizes = [*weight.shape, weight.stride(0)]
+        of_bias = None if bias is None else self._keep(bias)
+        return MatrixStruct(0, exact, *sizes, self._keep(weight), of_bias)
+
+    def _keep(self, tensor: Tensor) -> int:
+        self._kept.append(tensor)
+        return tensor.data_ptr()
+
+    def takes(self, hidden: Tensor, rotation: Sequence[Tensor] | None) -> bool:
+        """Whether hidden states [B, T, hidden], and cosines and sines [B or 1, T, D], fit."""
+        return (
+            rotation is not None
+            and hidden.shape[-1] == self._hidden
+            and all(part.shape[-1] == self._head_dim for part in rotation)
+            and all(
+                part.__class__ is Tensor and part.dtype is self._dtype and part.is_cpu
+                for part in (hidden, *rotation)
+            )
+        )
+
+    def inputs(
+        self, hidden: Tensor, rotation: Sequence[Tensor], pool: Pool | None
+    ) -> AttentionInputs:
+        """What attention takes of hidden states [B, T, hidden], B T at most `MAX_TOKENS`.
+
+        Args:
+            rotation: cosines and sines, each [B or 1, T, D].
+        """
+        rows, tokens = hidden.shape[:2]
+        hidden = hidden.contiguous()
+        cosines, sines = (
+            (part if len(part) == rows else part.expand(rows, -1, -1)).contiguous()
+            for part in rotation
+        )
+        count = rows * tokens
+        new = AttentionInputs(
+            *(hidden.new_empty((count, heads, self._head_dim)) for heads in self._heads)
+        )
+        status = self._engine.hkv_decoder_inputs(
+            *(pool_handle(pool), self._address, count, hidden.data_ptr()),
+            *(cosines.data_ptr(), sines.data_ptr()),
+            *(new.queries.data_ptr(), new.keys.data_ptr(), new.values.data_ptr()),
+        )
+        library.check(self._engine, status)
+        return new
+
+    def outputs(self, hidden: Tensor, attended: Tensor, pool: Pool | None) -> Tensor:
+        """The layer's output [B, T, hidden] of its hidden states; attended: [B, T, Hq, D]."""
+        hidden, attended = hidden.contiguous(), attended.contiguous()
+        out = torch.empty_like(hidden)
+        status = self._engine.hkv_decoder_outputs(
+            *(pool_handle(pool), self._address, hidden.shape[0] * hidden.shape[1]),
+            *(hidden.data_ptr(), attended.data_ptr(), out.data_ptr()),
+        )
+        library.check(self._engine, status)
+        return out

@@ -1,0 +1,217 @@
+// A decoder layer around its attention.
+#include "hybrid_kv_decoder.h"
+
+#include <cmath>
+#include <type_traits>
+#include <vector>
+
+#include "error.h"
+#include "softmax.h"
+
+namespace hkv {
+namespace {
+
+/// A value as the element type holds it: models round between their operations.
+template <typename Element>
+float as(float value) {
+  Element held;
+  round_to(value, held);
+  return to_float(held);
+}
+
+/// Goes on where a product was made, and passes on why it was not.
+void require_done(int status) {
+  if (status == HKV_OK) return;
+  if (status == HKV_NO_MEMORY) throw std::bad_alloc();
+  if (status == HKV_INVALID) throw Invalid(hkv_last_error());
+  throw std::runtime_error(hkv_last_error());
+}
+
+/// What a call keeps between its products, of one thread.
+template <typename Element>
+struct Between {
+  std::vector<Element> normed, gate, up, sum;
+  std::vector<float> floats;
+};
+
+template <typename Element>
+class Decoder {
+ public:
+  Decoder(hkv_pool *pool, const hkv_decoder &layer, int64_t tokens)
+      : pool_(pool), layer_(layer), tokens_(tokens) {}
+
+  void inputs(const Element *hidden, const Element *cosines, const Element *sines, Element *queries,
+              Element *keys, Element *values) {
+    const int64_t width = layer_.query.num_inputs;
+    grow(own().normed, tokens_ * width);
+    norm(layer_.before_attention, hidden, tokens_, width, own().normed.data());
+    multiply(layer_.query, own().normed.data(), queries);
+    multiply(layer_.key, own().normed.data(), keys);
+    multiply(layer_.value, own().normed.data(), values);
+    turn(layer_.of_queries, layer_.query.num_outputs, cosines, sines, queries);
+    turn(layer_.of_keys, layer_.key.num_outputs, cosines, sines, keys);
+  }
+
+  void outputs(const Element *hidden, const Element *attended, Element *out) {
+    const int64_t width = layer_.output.num_outputs, inner = layer_.gate.num_outputs;
+    Between<Element> &mine = own();
+    grow(mine.sum, tokens_ * width);
+    grow(mine.normed, tokens_ * width);
+    grow(mine.gate, tokens_ * inner);
+    grow(mine.up, tokens_ * inner);
+    multiply(layer_.output, attended, mine.sum.data());
+    add(hidden, tokens_ * width, mine.sum.data());
+    norm(layer_.before_feed_forward, mine.sum.data(), tokens_, width, mine.normed.data());
+    multiply(layer_.gate, mine.normed.data(), mine.gate.data());
+    multiply(layer_.up, mine.normed.data(), mine.up.data());
+    gate(mine.up.data(), tokens_ * inner, mine.gate.data());
+    multiply(layer_.down, mine.gate.data(), out);
+    add(mine.sum.data(), tokens_ * width, out);
+  }
+
+ private:
+  static Between<Element> &own() {
+    thread_local Between<Element> between;
+    return between;
+  }
+
+  void multiply(const hkv_matrix &by, const Element *from, Element *to) const {
+    const int status =
+        by.kind == 0
+            ? hkv_linear(pool_, layer_.dtype, by.num_outputs, by.num_inputs, by.weight, by.stride,
+                         by.bias, tokens_, from, to)
+            : hkv_packed_linear(pool_, by.kind, by.num_outputs, by.num_inputs, by.weight, by.stride,
+                                static_cast<const float *>(by.bias), layer_.dtype, tokens_, from,
+                                by.exact, to);
+    require_done(status);
+  }
+
+  /// Rows [count, width], each by itself; `to` may be `from`.
+  void norm(const hkv_norm &by, const Element *from, int64_t count, int64_t width, Element *to) const {
+    const auto *weight = static_cast<const Element *>(by.weight);
+    std::vector<float> &row = own().floats;
+    grow(row, in_vectors(width));
+    for (int64_t at = 0; at < count; ++at, from += width, to += width) {
+      std::fill(row.begin() + width, row.begin() + in_vectors(width), 0.0f);
+      convert(from, width, row.data());
+      Floats squares{};
+      for (int64_t i = 0; i < width; i += kLanes) {
+        const Floats some = load_floats(row.data() + i);
+        squares += some * some;
+      }
+      float sum = 0.0f;
+      for (int lane = 0; lane < kLanes; ++lane) sum += squares[lane];
+      const float scale = 1.0f / std::sqrt(sum / static_cast<float>(width) + by.epsilon);
+      for (int64_t i = 0; i < width; ++i)
+        round_to(to_float(weight[i]) * as<Element>(row[static_cast<size_t>(i)] * scale), to[i]);
+    }
+  }
+
+  /// Norms and rotates the heads of rows [tokens, width] by [tokens, head_dim]; channel i and the one half a
+  /// head behind it are a pair.
+  void turn(const hkv_norm &by, int64_t width, const Element *cosines, const Element *sines,
+            Element *heads) const {
+    const int64_t dim = layer_.head_dim, half = dim / 2;
+    if (by.weight != nullptr) norm(by, heads, tokens_ * width / dim, dim, heads);
+    for (int64_t token = 0; token < tokens_; ++token, cosines += dim, sines += dim)
+      for (int64_t head = 0; head < width / dim; ++head, heads += dim)
+        for (int64_t i = 0; i < half; ++i) {
+          const float low = to_float(heads[i]), high = to_float(heads[i + half]);
+          round_to(product(low, cosines[i]) + product(-high, sines[i]), heads[i]);
+          round_to(product(high, cosines[i + half]) + product(low, sines[i + half]), heads[i + half]);
+        }
+  }
+
+  static float product(float value, Element by) { return as<Element>(value * to_float(by)); }
+
+  static void add(const Element *from, int64_t count, Element *to) {
+    for (int64_t i = 0; i < count; ++i) round_to(to_float(from[i]) + to_float(to[i]), to[i]);
+  }
+
+  /// gate = silu(gate) * up
+  void gate(const Element *up, int64_t count, Element *gate) const {
+    std::vector<float> &wide = own().floats;
+    grow(wide, in_vectors(count));
+    std::fill(wide.begin() + count, wide.begin() + in_vectors(count), 0.0f);
+    convert(gate, count, wide.data());
+    for (int64_t i = 0; i < count; i += kLanes) {
+      // x / (1 + exp(-x)), by exponentials of negative numbers alone.
+      const Floats x = load_floats(wide.data() + i), zero{};
+      const Floats small = exp_of_negative(x < zero ? x : -x);
+      store_floats(wide.data() + i, x * (x < zero ? small : zero + 1.0f) / (1.0f + small));
+    }
+    for (int64_t i = 0; i < count; ++i)
+      round_to(as<Element>(wide[static_cast<size_t>(i)]) * to_float(up[i]), gate[i]);
+  }
+
+  hkv_pool *pool_;
+  const hkv_decoder &layer_;
+  int64_t tokens_;
+};
+
+void check_norm(const hkv_norm &norm, bool must) {
+  require(norm.weight != nullptr || !must, "norms before attention and feed-forward must not be NULL");
+  require(norm.epsilon >= 0.0f, "epsilon must be at least 0");
+}
+
+/// Sizes that fit together; products check the rest.
+void check(const hkv_decoder &layer, int64_t tokens) {
+  require(tokens >= 0 && tokens <= HKV_LINEAR_TOKENS, "tokens must be 0 to 8");
+  const int64_t dim = layer.head_dim, hidden = layer.query.num_inputs, inner = layer.gate.num_outputs;
+  require(dim >= 2 && dim % 2 == 0, "head_dim must be even and at least 2");
+  require(hidden >= 1 && inner >= 1, "sizes must be at least 1");
+  for (const hkv_matrix *one : {&layer.query, &layer.key, &layer.value})
+    require(one->num_inputs == hidden && one->num_outputs >= dim && one->num_outputs % dim == 0,
+            "queries, keys and values must be whole heads of the hidden states");
+  require(layer.output.num_inputs == layer.query.num_outputs && layer.output.num_outputs == hidden &&
+              layer.gate.num_inputs == hidden && layer.up.num_inputs == hidden &&
+              layer.up.num_outputs == inner && layer.down.num_inputs == inner &&
+              layer.down.num_outputs == hidden,
+          "matrices must fit together");
+  check_norm(layer.before_attention, true);
+  check_norm(layer.before_feed_forward, true);
+  check_norm(layer.of_queries, false);
+  check_norm(layer.of_keys, false);
+}
+
+/// Calls body with the work of a layer and a null pointer of its element type.
+template <typename Body>
+int with_decoder(hkv_pool *pool, const hkv_decoder *layer, int64_t tokens, Body &&body) {
+  return guarded([&] {
+    require(layer != nullptr, "layer must not be NULL");
+    check(*layer, tokens);
+    with_dtype(layer->dtype, [&](auto *element) {
+      using Element = std::remove_const_t<std::remove_pointer_t<decltype(element)>>;
+      if (tokens > 0) body(Decoder<Element>(pool, *layer, tokens), element);
+    });
+  });
+}
+
+}  // namespace
+}  // namespace hkv
+
+extern "C" int hkv_decoder_inputs(hkv_pool *pool, const hkv_decoder *layer, int64_t tokens,
+                                  const void *hidden, const void *cosines, const void *sines,
+                                  void *queries, void *keys, void *values) {
+  return hkv::with_decoder(pool, layer, tokens, [&](auto decoder, auto *element) {
+    using Pointer = decltype(element);
+    using Out = std::remove_const_t<std::remove_pointer_t<Pointer>> *;
+    hkv::require(hidden != nullptr && cosines != nullptr && sines != nullptr && queries != nullptr &&
+                     keys != nullptr && values != nullptr,
+                 "arrays must not be NULL");
+    decoder.inputs(static_cast<Pointer>(hidden), static_cast<Pointer>(cosines),
+                   static_cast<Pointer>(sines), static_cast<Out>(queries), static_cast<Out>(keys),
+                   static_cast<Out>(values));
+  });
+}
+
+extern "C" int hkv_decoder_outputs(hkv_pool *pool, const hkv_decoder *layer, int64_t tokens,
+                                   const void *hidden, const void *attended, void *out) {
+  return hkv::with_decoder(pool, layer, tokens, [&](auto decoder, auto *element) {
+    using Pointer = decltype(element);
+    using Out = std::remove_const_t<std::remove_pointer_t<Pointer>> *;
+    hkv::require(hidden != nullptr && attended != nullptr && out != nullptr, "arrays must not be NULL");
+    decoder.outputs(static_cast<Pointer>(hidden), static_cast<Pointer>(attended),
+                    static_cast<Out>(out));
+  });
+}

@@ -1,0 +1,202 @@
+// A decoder layer around its attention, against the same in double.
+#include <cmath>
+
+#include "arrays.h"
+#include "hybrid_kv_decoder.h"
+
+namespace {
+
+constexpr int32_t kDim = 6, kHidden = 37, kInner = 53, kQueries = 4 * kDim, kKeys = 2 * kDim;
+constexpr float kEpsilon = 0.01f;
+
+/// A layer of random weights, and what it makes of a token.
+struct Layer {
+  Rows query, key, value, output, gate, up, down, bias, first, second, of_heads;
+
+  explicit Layer(int32_t dtype)
+      : query(weights(kQueries, 1), kHidden, dtype, 3),
+        key(weights(kKeys, 2), kHidden, dtype),
+        value(weights(kKeys, 3), kHidden, dtype),
+        output(random_floats(kHidden * kQueries, 4), kQueries, dtype),
+        gate(weights(kInner, 5), kHidden, dtype),
+        up(weights(kInner, 6), kHidden, dtype),
+        down(random_floats(kHidden * kInner, 7), kInner, dtype),
+        bias(random_floats(kQueries, 8), 1, dtype),
+        first(random_floats(kHidden, 9), kHidden, dtype),
+        second(random_floats(kHidden, 10), kHidden, dtype),
+        of_heads(random_floats(kDim, 11), kDim, dtype) {}
+
+  static std::vector<float> weights(int64_t outputs, uint64_t seed) {
+    return random_floats(outputs * kHidden, seed);
+  }
+
+  static hkv_matrix matrix(const Rows &rows, int64_t outputs, int64_t inputs,
+                           const void *bias = nullptr) {
+    return {0, 0, outputs, inputs, rows.keys().stride, rows.keys().data, bias};
+  }
+
+  hkv_decoder described(int32_t dtype) const {
+    const hkv_norm heads{of_heads.keys().data, kEpsilon};
+    return {dtype, kDim, {first.keys().data, kEpsilon}, heads, {}, {second.keys().data, kEpsilon},
+            matrix(query, kQueries, kHidden, bias.keys().data), matrix(key, kKeys, kHidden),
+            matrix(value, kKeys, kHidden), matrix(output, kHidden, kQueries),
+            matrix(gate, kInner, kHidden), matrix(up, kInner, kHidden),
+            matrix(down, kHidden, kInner)};
+  }
+};
+
+std::vector<double> normed(const std::vector<double> &x, const Rows &weight) {
+  double squares = 0;
+  for (const double one : x) squares += one * one;
+  const double scale = 1 / std::sqrt(squares / static_cast<double>(x.size()) + double{kEpsilon});
+  std::vector<double> out;
+  for (size_t i = 0; i < x.size(); ++i)
+    out.push_back(x[i] * scale * static_cast<double>(weight.at(0, static_cast<int32_t>(i))));
+  return out;
+}
+
+std::vector<double> product(const Rows &weight, int64_t outputs, const std::vector<double> &x) {
+  std::vector<double> out;
+  for (int64_t row = 0; row < outputs; ++row) {
+    double sum = 0;
+    for (size_t i = 0; i < x.size(); ++i)
+      sum += static_cast<double>(weight.at(row, static_cast<int32_t>(i))) * x[i];
+    out.push_back(sum);
+  }
+  return out;
+}
+
+float found(const std::vector<uint16_t> &out, int64_t at, int32_t dtype) {
+  const uint16_t bits = out[static_cast<size_t>(at)];
+  if (dtype == HKV_F16) return Rows::float_of(bits);
+  const uint32_t wide = static_cast<uint32_t>(bits) << 16;
+  float value;
+  std::memcpy(&value, &wide, 4);
+  return value;
+}
+
+/// Near where values are rounded some times on the way.
+void check_near(const std::vector<uint16_t> &out, int64_t first, int32_t dtype,
+                const std::vector<double> &wanted) {
+  double squares = 0;
+  for (const double one : wanted) squares += one * one;
+  const double rms = std::sqrt(squares / static_cast<double>(wanted.size()));
+  for (size_t i = 0; i < wanted.size(); ++i) {
+    const double value = static_cast<double>(found(out, first + static_cast<int64_t>(i), dtype));
+    CHECK(std::fabs(value - wanted[i]) <= (dtype == HKV_F16 ? 0.01 : 0.08) * rms);
+  }
+}
+
+std::vector<double> row(const Rows &rows, int64_t at, int32_t size) {
+  std::vector<double> out;
+  for (int32_t i = 0; i < size; ++i) out.push_back(static_cast<double>(rows.at(at, i)));
+  return out;
+}
+
+/// Heads of a token, normed where there is a norm, and turned.
+std::vector<double> turned(std::vector<double> heads, const Rows *norm, const Rows &cosines,
+                           const Rows &sines, int64_t token) {
+  for (size_t head = 0; head < heads.size(); head += kDim) {
+    std::vector<double> one(heads.begin() + static_cast<long>(head),
+                            heads.begin() + static_cast<long>(head) + kDim);
+    if (norm != nullptr) one = normed(one, *norm);
+    for (int32_t i = 0; i < kDim; ++i) {
+      const double pair = i < kDim / 2 ? -one[static_cast<size_t>(i + kDim / 2)]
+                                       : one[static_cast<size_t>(i - kDim / 2)];
+      heads[head + static_cast<size_t>(i)] =
+          one[static_cast<size_t>(i)] * static_cast<double>(cosines.at(token, i)) +
+          pair * static_cast<double>(sines.at(token, i));
+    }
+  }
+  return heads;
+}
+
+void check_layer(int32_t dtype, int64_t tokens, hkv_pool *pool = nullptr) {
+  const Layer layer(dtype);
+  const hkv_decoder described = layer.described(dtype);
+  const Rows hidden(random_floats(tokens * kHidden, 12), kHidden, dtype);
+  const Rows attended(random_floats(tokens * kQueries, 13), kQueries, dtype);
+  const Rows cosines(random_floats(tokens * kDim, 14), kDim, dtype);
+  const Rows sines(random_floats(tokens * kDim, 15), kDim, dtype);
+  std::vector<uint16_t> q(static_cast<size_t>(tokens * kQueries)),
+      k(static_cast<size_t>(tokens * kKeys)), v(k.size()),
+      out(static_cast<size_t>(tokens * kHidden));
+  CHECK_OK(hkv_decoder_inputs(pool, &described, tokens, hidden.keys().data, cosines.keys().data,
+                              sines.keys().data, q.data(), k.data(), v.data()));
+  CHECK_OK(hkv_decoder_outputs(pool, &described, tokens, hidden.keys().data, attended.keys().data,
+                               out.data()));
+  for (int64_t token = 0; token < tokens; ++token) {
+    std::vector<double> x = row(hidden, token, kHidden);
+    const std::vector<double> in = normed(x, layer.first);
+    std::vector<double> queries = product(layer.query, kQueries, in);
+    for (int32_t i = 0; i < kQueries; ++i)
+      queries[static_cast<size_t>(i)] += static_cast<double>(layer.bias.at(i, 0));
+    check_near(q, token * kQueries, dtype, turned(queries, &layer.of_heads, cosines, sines, token));
+    check_near(k, token * kKeys, dtype,
+               turned(product(layer.key, kKeys, in), nullptr, cosines, sines, token));
+    check_near(v, token * kKeys, dtype, product(layer.value, kKeys, in));
+    const std::vector<double> back = product(layer.output, kHidden, row(attended, token, kQueries));
+    for (size_t i = 0; i < x.size(); ++i) x[i] += back[i];
+    const std::vector<double> inner = normed(x, layer.second);
+    std::vector<double> gate = product(layer.gate, kInner, inner);
+    const std::vector<double> up = product(layer.up, kInner, inner);
+    for (size_t i = 0; i < gate.size(); ++i) gate[i] *= up[i] / (1 + std::exp(-gate[i]));
+    const std::vector<double> down = product(layer.down, kHidden, gate);
+    for (size_t i = 0; i < x.size(); ++i) x[i] += down[i];
+    check_near(out, token * kHidden, dtype, x);
+  }
+}
+
+}  // namespace
+
+CLAIM(a_decoder_layer_is_its_operations_one_after_the_other) {
+  for (const int32_t dtype : {HKV_F16, HKV_BF16})
+    for (int64_t tokens = 0; tokens <= HKV_LINEAR_TOKENS; ++tokens) check_layer(dtype, tokens);
+}
+
+CLAIM(threads_share_the_products_of_a_decoder_layer) {
+  hkv_pool *pool = nullptr;
+  CHECK_OK(hkv_pool_create(3, nullptr, 0, &pool));
+  check_layer(HKV_BF16, 2, pool);
+  hkv_pool_destroy(pool);
+}
+
+CLAIM(layers_that_do_not_fit_together_are_refused) {
+  const Layer layer(HKV_BF16);
+  const Rows rows(random_floats(8 * 64, 1), 64, HKV_BF16);
+  const void *data = rows.keys().data;
+  std::vector<uint16_t> out(8 * 64);
+  const auto status = [&](auto change, int64_t tokens = 1, const void *from = nullptr) {
+    hkv_decoder wrong = layer.described(HKV_BF16);
+    change(wrong);
+    const void *hidden = from == nullptr ? data : nullptr;
+    const int inputs = hkv_decoder_inputs(nullptr, &wrong, tokens, hidden, data, data, out.data(),
+                                          out.data(), out.data());
+    return inputs == HKV_OK ? hkv_decoder_outputs(nullptr, &wrong, tokens, hidden, data, out.data())
+                            : inputs;
+  };
+  const auto as_it_is = [](hkv_decoder &) {};
+  CHECK(status(as_it_is) == HKV_OK);
+  CHECK(status(as_it_is, 1, data) == HKV_INVALID);
+  CHECK(status(as_it_is, -1) == HKV_INVALID);
+  CHECK(status(as_it_is, HKV_LINEAR_TOKENS + 1) == HKV_INVALID);
+  CHECK(hkv_decoder_inputs(nullptr, nullptr, 1, data, data, data, out.data(), out.data(),
+                           out.data()) == HKV_INVALID);
+  CHECK(status([](hkv_decoder &one) { one.dtype = 7; }) == HKV_INVALID);
+  CHECK(status([](hkv_decoder &one) { one.dtype = HKV_F32; }) == HKV_INVALID);
+  CHECK(status([](hkv_decoder &one) { one.head_dim = 5; }) == HKV_INVALID);
+  CHECK(status([](hkv_decoder &one) { one.head_dim = 10; }) == HKV_INVALID);
+  CHECK(status([](hkv_decoder &one) { one.query.kind = 99; }) == HKV_INVALID);
+  CHECK(status([](hkv_decoder &one) { one.query.weight = nullptr; }) == HKV_INVALID);
+  CHECK(status([](hkv_decoder &one) { one.key.num_inputs = 36; }) == HKV_INVALID);
+  CHECK(status([](hkv_decoder &one) { one.value.num_outputs = 0; }) == HKV_INVALID);
+  CHECK(status([](hkv_decoder &one) { one.output.num_outputs = 36; }) == HKV_INVALID);
+  CHECK(status([](hkv_decoder &one) { one.output.num_inputs = 36; }) == HKV_INVALID);
+  CHECK(status([](hkv_decoder &one) { one.gate.num_outputs = 52; }) == HKV_INVALID);
+  CHECK(status([](hkv_decoder &one) { one.up.num_inputs = 36; }) == HKV_INVALID);
+  CHECK(status([](hkv_decoder &one) { one.down.num_outputs = 36; }) == HKV_INVALID);
+  CHECK(status([](hkv_decoder &one) { one.down.stride = 3; }) == HKV_INVALID);
+  CHECK(status([](hkv_decoder &one) { one.before_attention.weight = nullptr; }) == HKV_INVALID);
+  CHECK(status([](hkv_decoder &one) { one.before_feed_forward.epsilon = -1.0f; }) == HKV_INVALID);
+  CHECK(status([](hkv_decoder &one) { one.of_keys.epsilon = -1.0f; }) == HKV_INVALID);
+}

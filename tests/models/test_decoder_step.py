@@ -1,0 +1,361 @@
+"""Decoder layers of decode steps, which the engine computes around their attention."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.models.llama import modeling_llama
+
+import hybrid_kv as hkv
+from hybrid_kv.models import few_tokens
+from hybrid_kv.models.cache_state import passing
+from hybrid_kv.models.packed_linear import PackedLinear, packed
+from hybrid_kv.ops.native.decoder import BoundDecoder
+from tests.contracts.architectures import scale_weights
+from tests.contracts.edges.calls import anatomy
+from tests.models.engine_products import trials_end
+from tests.models.folder import tokenizer
+from tests.ops.native.engines import needs_engine
+from tests.tolerances import TOLERANCES
+
+pytestmark = needs_engine
+TIERED = {"page_size": 4, "sink_tokens": 4, "window_tokens": 8, "cold": {"top_k": "all"}}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"attention_bias": True, "mlp_bias": True, "head_dim": 24},
+    "mistral": {"sliding_window": None, "head_dim": 40},
+    "qwen2": {},
+    "qwen3": {"head_dim": 16},
+}
+LOGITS: Any = {"atol": 2e-2, "rtol": 1e-2}
+PACKED: Any = {"atol": 2e-3, "rtol": 1e-3}
+"""Of logits of about 1: where inputs differ in the last bit, their 8 bits may."""
+KINDS = ["Q8_0", "Q4_1", torch.bfloat16, torch.float16]
+
+
+@pytest.fixture(autouse=True)
+def fast_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine wins each trial, of small matrices too."""
+    monkeypatch.setattr(few_tokens, "_LEAST_BYTES", 0)
+    monkeypatch.setattr(few_tokens, "_trials", {})
+    monkeypatch.setattr(few_tokens, "measure", trials_end(5.0, 10.0))
+
+
+@pytest.fixture
+def computed(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """Shapes of hidden states [B, T, hidden] with which the engine computed a layer."""
+    seen: list[list[int]] = []
+    own = BoundDecoder.outputs
+
+    def outputs(self: BoundDecoder, hidden: Tensor, *args: Any) -> Tensor:
+        seen.append(list(hidden.shape))
+        return own(self, hidden, *args)
+
+    monkeypatch.setattr(BoundDecoder, "outputs", outputs)
+    return seen
+
+
+def made(family: str = "llama", kind: torch.dtype | str = "Q8_0", exact: bool = True) -> Any:
+    """A model of three layers, of sizes that fill no vector."""
+    sizes = {
+        **{"vocab_size": 12, "hidden_size": 96, "intermediate_size": 160},
+        **{"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2},
+        **{"max_position_embeddings": 256, "tie_word_embeddings": False},
+        **{"pad_token_id": 0, "bos_token_id": None, "eos_token_id": None},
+    }
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        config = AutoConfig.for_model(family, **sizes | FAMILIES[family])
+        model = AutoModelForCausalLM.from_config(config).eval()
+        scale_weights(model)
+        for name, parameter in model.named_parameters():
+            if name.endswith(("bias", "norm.weight")):
+                parameter.data.add_(torch.randn_like(parameter) * 0.2)
+    if isinstance(kind, torch.dtype):
+        return model.to(kind)
+    for path, module in list(model.model.layers.named_modules()):
+        if type(module) is nn.Linear:
+            blocks = packed(module.weight.detach(), kind)
+            new = PackedLinear(kind, blocks, module.in_features, module.bias, exact=exact)
+            model.model.layers.set_submodule(path, new)
+    return model
+
+
+def ids(rows: int, tokens: int) -> Tensor:
+    return torch.randint(1, 12, (rows, tokens), generator=torch.Generator().manual_seed(rows))
+
+
+def logits(model: Any, rows: int = 1, new: int = 1, mask: Tensor | None = None) -> Tensor:
+    """Of a step behind a prompt of 37 tokens, through our cache."""
+    tokens = ids(rows, 37 + new)
+    with torch.inference_mode(), hkv.attach(model, hkv.HybridConfig(**TIERED)) as runtime:
+        cache = runtime.cache()
+        masks = [None, None] if mask is None else [mask[:, :37], mask]
+        model(tokens[:, :37], attention_mask=masks[0], **passing(cache))
+        return model(tokens[:, 37:], attention_mask=masks[1], **passing(cache)).logits
+
+
+def watched(model: Any) -> list[str]:
+    """Listens inside of each layer, which must be left alone then; what was heard."""
+    heard: list[str] = []
+    for layer in model.model.layers:
+        layer.mlp.register_forward_hook(lambda *_: heard.append("mlp"))
+    return heard
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize(("rows", "new"), [(1, 1), (3, 1), (1, 5), (2, 4)])
+def test_a_step_gives_the_logits_of_the_models_own_layers(
+    family: str, kind: torch.dtype | str, rows: int, new: int, computed: list[list[int]]
+) -> None:
+    model = made(family, kind)
+    before = anatomy(model)
+    found = logits(model, rows, new)
+    assert computed == [[rows, new, 96]] * 3
+    assert anatomy(model) == before
+    heard = watched(model)
+    own = logits(model, rows, new)
+    assert len(computed) == 3
+    assert heard
+    torch.testing.assert_close(found, own, **(LOGITS if kind in TOLERANCES else PACKED))
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_greedy_tokens_are_those_of_the_models_own_layers(
+    exact: bool, computed: list[list[int]]
+) -> None:
+    def answer(model: PreTrainedModel) -> list[int]:
+        with hkv.load(model, tokenizer=tokenizer(), config=hkv.HybridConfig(**TIERED)) as llm:
+            return llm.generate(ids(1, 37), max_new_tokens=24).token_ids
+
+    model = made(exact=exact)
+    found = answer(model)
+    assert computed == [[1, 1, 96]] * 3 * 23, "the prompt is not computed so"
+    watched(model)
+    assert answer(model) == found
+
+
+def test_padding_and_rows_of_other_lengths(computed: list[list[int]]) -> None:
+    mask = torch.ones(2, 38, dtype=torch.int64)
+    mask[0, :11] = 0
+    model = made("qwen3")
+    found = logits(model, 2, 1, mask)
+    assert len(computed) == 3
+    watched(model)
+    torch.testing.assert_close(found, logits(model, 2, 1, mask), **PACKED)
+
+
+def test_prompts_gradients_and_autocast_are_left_to_the_model(computed: list[list[int]]) -> None:
+    model = made(kind=torch.bfloat16)
+    logits(model, 1, 9)  # more than few
+    model.train()
+    logits(model)
+    model.eval()
+    with torch.autocast("cpu", torch.bfloat16):
+        logits(model)
+    assert not computed
+
+
+# What may change between two steps
+
+
+def _other_weight(layer: Any) -> None:
+    layer.mlp.up_proj.weight = nn.Parameter(torch.randn(160, 96).bfloat16(), requires_grad=False)
+
+
+def _other_data(layer: Any) -> None:
+    layer.self_attn.o_proj.weight.data = torch.randn(96, 96).bfloat16()
+
+
+def _other_numbers(layer: Any) -> None:
+    layer.mlp.down_proj.weight.data.fill_(0.25)
+
+
+def _other_norm(layer: Any) -> None:
+    layer.input_layernorm.weight.data = torch.randn(96).bfloat16()
+
+
+def _other_epsilon(layer: Any) -> None:
+    layer.post_attention_layernorm.variance_epsilon = 2.0
+
+
+def _no_bias(layer: Any) -> None:
+    layer.self_attn.q_proj.bias = None
+
+
+def _packed(layer: Any) -> None:
+    blocks = packed(torch.randn(96, 160), "Q8_0")
+    layer.mlp.down_proj = PackedLinear("Q8_0", blocks, 160, exact=True)
+
+
+class Doubled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+def _other_module(layer: Any) -> None:
+    module = Doubled(96, 160).bfloat16()
+    module.load_state_dict(layer.mlp.gate_proj.state_dict())
+    layer.mlp.gate_proj = module
+
+
+def _other_class(layer: Any) -> None:
+    layer.mlp.gate_proj.__class__ = Doubled
+
+
+def _parametrised(layer: Any) -> None:
+    class Halved(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x / 2
+
+    nn.utils.parametrize.register_parametrization(layer.mlp.up_proj, "weight", Halved())
+
+
+def _other_forward(layer: Any) -> None:
+    own = layer.self_attn.v_proj.forward
+    layer.self_attn.v_proj.forward = lambda x: 3 * own(x)
+
+
+def _other_activation(layer: Any) -> None:
+    layer.mlp.act_fn = nn.ReLU()
+
+
+CHANGES = [
+    *(_other_weight, _other_data, _other_numbers, _other_norm, _other_epsilon, _no_bias, _packed),
+    *(_other_module, _other_class, _parametrised, _other_forward, _other_activation),
+]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda one: one.__name__.lstrip("_"))
+def test_what_was_changed_between_two_steps_counts(
+    change: Callable[[Any], None], computed: list[list[int]]
+) -> None:
+    both = []
+    for is_watched in (False, True):
+        model = made(kind=torch.bfloat16)
+        with torch.inference_mode(), hkv.attach(model, hkv.HybridConfig(**TIERED)) as runtime:
+            cache = runtime.cache()
+            model(ids(1, 37), **passing(cache))
+            first = model(ids(1, 1), **passing(cache)).logits
+            assert computed
+            with torch.random.fork_rng(), torch.inference_mode(False):
+                torch.manual_seed(5)
+                change(model.model.layers[1])
+            if is_watched:
+                watched(model)
+            both.append(model(ids(1, 1), **passing(cache)).logits)
+            assert not torch.equal(first, both[-1])
+    torch.testing.assert_close(both[0], both[1], **TOLERANCES[torch.bfloat16])
+
+
+def test_a_forward_that_somebody_puts_into_a_class_is_called(
+    computed: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = made()
+    with torch.inference_mode(), hkv.attach(model, hkv.HybridConfig(**TIERED)) as runtime:
+        cache = runtime.cache()
+        model(ids(1, 37), **passing(cache))
+        model(ids(1, 1), **passing(cache))
+        assert len(computed) == 3
+        calls = []
+        own = modeling_llama.LlamaMLP.forward
+
+        def forward(self: Any, x: Tensor) -> Tensor:
+            calls.append(x.shape)
+            return own(self, x)
+
+        monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", forward)
+        model(ids(1, 1), **passing(cache))
+    assert len(calls) == 3
+    assert len(computed) == 3
+
+
+def test_hooks_of_a_layer_see_what_goes_in_and_comes_out(computed: list[list[int]]) -> None:
+    model, seen = made(), []
+    for layer in model.model.layers:
+        layer.register_forward_hook(lambda module, args, out: seen.append(out))
+    found = logits(model)
+    assert len(computed) == 3
+    assert [list(one.shape) for one in seen[-3:]] == [[1, 1, 96]] * 3
+    last = model.lm_head(model.model.norm(seen[-1]))
+    torch.testing.assert_close(last, found)
+
+
+def test_hidden_states_can_be_asked_for(computed: list[list[int]]) -> None:
+    model = made("qwen2")
+    tokens = ids(1, 38)
+    with torch.inference_mode(), hkv.attach(model, hkv.HybridConfig(**TIERED)) as runtime:
+        cache = runtime.cache()
+        model(tokens[:, :37], **passing(cache))
+        found = model(tokens[:, 37:], output_hidden_states=True, **passing(cache)).hidden_states
+    with torch.inference_mode():
+        own = model(tokens, output_hidden_states=True).hidden_states
+    assert len(found) == len(own) == 4
+    for mine, theirs in zip(found, own, strict=True):
+        torch.testing.assert_close(mine, theirs[:, 37:], atol=1e-3, rtol=1e-3)
+
+
+def test_an_error_inside_of_a_step_leaves_the_model_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = made()
+    before = anatomy(model)
+    own = logits(model)
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("in mid-layer")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(BoundDecoder, "outputs", fail)
+        with pytest.raises(RuntimeError, match="in mid-layer"):
+            logits(model)
+    assert anatomy(model) == before
+    torch.testing.assert_close(logits(model), own)
+
+
+def test_another_thread_that_calls_a_layer_in_a_step_gets_its_own(
+    computed: list[list[int]],
+) -> None:
+    """It has no cache of ours, and the engine's calls are the step's."""
+    model = made()
+    layer, config = model.model.layers[1], model.config
+    hidden = torch.randn(1, 1, 96)
+    turns = model.model.rotary_emb(hidden, torch.zeros(1, 1, dtype=torch.int64))
+    found: list[Tensor] = []
+
+    def call(*_: Any) -> None:
+        attention, config._attn_implementation = config._attn_implementation, "sdpa"
+        with torch.inference_mode():
+            found.append(layer(hidden, position_embeddings=turns))
+        config._attn_implementation = attention
+
+    def beside(*_: Any) -> None:
+        thread = threading.Thread(target=call)
+        thread.start()
+        thread.join()
+
+    handle = model.model.layers[0].register_forward_pre_hook(beside)
+    logits(model)
+    handle.remove()
+    assert len(computed) == 3
+    call()
+    torch.testing.assert_close(found[-1], found[-2])
+
+
+def test_a_part_that_the_user_compiled_stays_compiled(computed: list[list[int]]) -> None:
+    model, graphs = made(kind=torch.bfloat16), []
+
+    def note(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    model.model.layers[1].mlp.compile(backend=note)
+    logits(model)
+    assert len(computed) == 2
+    assert graphs

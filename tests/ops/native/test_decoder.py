@@ -1,0 +1,137 @@
+"""A decoder layer around its attention, on every instruction set, against torch in float64."""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from hybrid_kv.ops.native.decoder import BoundDecoder, DecoderWeights, Matrix, Norm
+from hybrid_kv.ops.native.library import Pool
+from hybrid_kv.ops.native.linear import PACKED_KINDS
+from tests.ops.native.packed_data import dequantised, random_weight
+
+HEADS, KV_HEADS, DIM, HIDDEN, INNER = 8, 2, 32, 256, 512
+SIZES = {
+    **{"query": (HEADS * DIM, HIDDEN), "key": (KV_HEADS * DIM, HIDDEN)},
+    **{"value": (KV_HEADS * DIM, HIDDEN), "output": (HIDDEN, HEADS * DIM)},
+    **{"gate": (INNER, HIDDEN), "up": (INNER, HIDDEN), "down": (HIDDEN, INNER)},
+}
+
+
+def matrices(kind: str, dtype: torch.dtype) -> dict[str, Matrix]:
+    """Of one kind of blocks, or plain; two have a bias."""
+    made = {}
+    for name, (rows, columns) in SIZES.items():
+        bias = torch.randn(rows, dtype=dtype) if name in ("query", "down") else None
+        if kind == "plain":
+            made[name] = Matrix((torch.randn(rows, columns) * columns**-0.5).to(dtype), bias)
+        else:
+            made[name] = Matrix(random_weight(kind, rows, columns), bias, exact=True)
+    return made
+
+
+def layer(kind: str, dtype: torch.dtype, head_norms: bool) -> DecoderWeights:
+    norms = [Norm(1 + torch.randn(size).mul(0.1).to(dtype), 1e-3) for size in (HIDDEN, HIDDEN)]
+    heads = [Norm(1 + torch.randn(DIM).mul(0.1).to(dtype), 0.5) for _ in range(2)]
+    first, second = heads if head_norms else (None, None)
+    return DecoderWeights(
+        before_attention=norms[0],
+        of_queries=first,
+        of_keys=second,
+        before_feed_forward=norms[1],
+        **matrices(kind, dtype),
+    )
+
+
+def normed(x: Tensor, norm: Norm | None) -> Tensor:
+    if norm is None:
+        return x
+    mean = x.square().mean(-1, keepdim=True)
+    return x * (mean + norm.epsilon).rsqrt() * norm.weight.double()
+
+
+def product(x: Tensor, matrix: Matrix) -> Tensor:
+    weight, bias, _ = matrix
+    wide = weight.double() if isinstance(weight, Tensor) else dequantised(weight)
+    return functional.linear(x, wide, None if bias is None else bias.double())
+
+
+def turned(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    low, high = x.chunk(2, dim=-1)
+    return x * cosines[:, None].double() + torch.cat((-high, low), -1) * sines[:, None].double()
+
+
+def error(found: Tensor, wanted: Tensor) -> float:
+    return float((found.double() - wanted).abs().max() / wanted.square().mean().sqrt())
+
+
+@pytest.mark.parametrize("head_norms", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        *(("plain", dtype) for dtype in (torch.bfloat16, torch.float16)),
+        *((kind, dtype) for kind in PACKED_KINDS for dtype in (torch.float32, torch.bfloat16)),
+    ],
+    ids=str,
+)
+def test_a_layer_is_its_operations_one_after_the_other(
+    engine: ctypes.CDLL, kind: str, dtype: torch.dtype, head_norms: bool
+) -> None:
+    weights, pool = layer(kind, dtype, head_norms), Pool(2)
+    bound = BoundDecoder(weights, DIM, engine=engine)
+    limit = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}[dtype]
+    for rows, tokens in ((1, 1), (2, 3), (1, 8)):
+        hidden = torch.randn(rows, tokens, HIDDEN, dtype=dtype)
+        angles = torch.randn(1, tokens, DIM // 2).repeat(1, 1, 2)
+        rotation = angles.cos().to(dtype), angles.sin().to(dtype)
+        assert bound.takes(hidden, rotation)
+        found = bound.inputs(hidden, rotation, pool)
+        x = hidden.double().view(-1, HIDDEN)
+        cosines, sines = (part.expand(rows, -1, -1).reshape(-1, DIM) for part in rotation)
+        inner = normed(x, weights.before_attention)
+        q, k, v = (
+            product(inner, one).unflatten(-1, (-1, DIM))
+            for one in (weights.query, weights.key, weights.value)
+        )
+        q, k = normed(q, weights.of_queries), normed(k, weights.of_keys)
+        assert error(found.queries, turned(q, cosines, sines)) < limit
+        assert error(found.keys, turned(k, cosines, sines)) < limit
+        assert error(found.values, v) < limit
+        attended = torch.randn(rows, tokens, HEADS, DIM, dtype=dtype)
+        out = bound.outputs(hidden, attended, pool)
+        x = x + product(attended.double().view(-1, HEADS * DIM), weights.output)
+        inner = normed(x, weights.before_feed_forward)
+        gate, up = product(inner, weights.gate), product(inner, weights.up)
+        x = x + product(functional.silu(gate) * up, weights.down)
+        assert out.shape == hidden.shape
+        assert error(out.view(-1, HIDDEN), x) < limit
+
+
+def test_gates_far_from_zero(engine: ctypes.CDLL) -> None:
+    """SiLU of large numbers of both signs is a number, and what it should be."""
+    weights = layer("Q8_0", torch.float32, False)
+    hidden, attended = torch.randn(1, 1, HIDDEN), torch.randn(1, 1, HEADS, DIM)
+    steep = Norm(weights.before_feed_forward.weight * 1e4, 1e-3)
+    weights = weights._replace(before_feed_forward=steep)
+    out = BoundDecoder(weights, DIM, engine=engine).outputs(hidden, attended, None)
+    x = hidden.double().view(1, -1) + product(attended.double().view(1, -1), weights.output)
+    inner = normed(x, steep)
+    gate, up = product(inner, weights.gate), product(inner, weights.up)
+    assert float(gate.min()) < -1000 < 1000 < float(gate.max())
+    assert error(out.view(1, -1), x + product(functional.silu(gate) * up, weights.down)) < 1e-3
+
+
+def test_what_does_not_fit_is_not_taken() -> None:
+    bound = BoundDecoder(layer("Q8_0", torch.float32, False), DIM)
+    hidden, angle = torch.randn(1, 1, HIDDEN), torch.randn(1, 1, DIM)
+    assert bound.takes(hidden, (angle, angle))
+    assert not bound.takes(hidden, None)
+    assert not bound.takes(hidden.half(), (angle, angle))
+    assert not bound.takes(hidden, (angle, angle.half()))
+    assert not bound.takes(hidden[..., 1:], (angle, angle))
+    assert not bound.takes(hidden, (angle[..., 2:], angle[..., 2:]))  # a rotation of a part
+    assert not bound.takes(hidden.to("meta"), (angle, angle))
