@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from threading import get_ident
 from typing import Any, TypeAlias
 
 import torch
@@ -55,14 +54,10 @@ class DecoderSteps:
         if not (may and self._layers) or torch.is_autocast_enabled("cpu") or _is_watched():
             yield
             return
-        pool, thread = pool_here(), get_ident()
-        ready = [one for one in self._layers if one.begin(num_tokens, pool, thread)]
-        try:
-            with replaced((one.layer, one) for one in ready):
-                yield
-        finally:
-            for one in ready:
-                one.end()
+        pool = pool_here()
+        ready = [one for one in self._layers if one.begin(num_tokens, pool)]
+        with replaced((one.layer, one) for one in ready):
+            yield
 
 
 class DecoderStep:
@@ -73,10 +68,9 @@ class DecoderStep:
         self._bound: BoundDecoder | None = None
         self._key: list[Any] = []  # of what is bound
         self._pool: Pool | None = None
-        self._thread = 0  # whose step passes; 0 for none
 
-    def begin(self, num_tokens: int, pool: Pool | None, thread: int) -> bool:
-        """Whether the engine computes this layer in a step, which a thread begins."""
+    def begin(self, num_tokens: int, pool: Pool | None) -> bool:
+        """Whether the engine computes this layer in a step of so many tokens, by these threads."""
         layer = self.layer
         if "forward" in layer.__dict__ or layer.training or is_compiled(layer):
             return False
@@ -91,30 +85,24 @@ class DecoderStep:
                 return False
         key: list[Any] = [num_tokens, type(layer).forward]
         for part in parts:
-            kind = type(part)
-            key += (part, kind, kind.forward, part.__dict__.get("variance_epsilon"))
+            key += (part, type(part).forward, part.__dict__.get("variance_epsilon"))
             key += [
                 TensorLayout.of(one) if isinstance(one, Tensor) and type(one) in PLAIN else id(one)
                 for one in part._parameters.values()
             ]
         if key != self._key:
             self._key, self._bound = key, self._bind(num_tokens)
-        self._pool, self._thread = pool, thread
+        self._pool = pool
         return self._bound is not None
-
-    def end(self) -> None:
-        """No step passes."""
-        self._thread = 0
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """The layer's output [B, T, hidden] of hidden states, which attend to the cache."""
         bound, cache, turns = self._bound, passed(kwargs), kwargs.get("position_embeddings")
         if (
             bound is None
-            or self._thread != get_ident()
             or args
             or not kwargs.keys() <= _INPUTS
-            or not isinstance(cache, ServedCache)
+            or not isinstance(cache, ServedCache)  # as of another thread
             or not bound.takes(hidden_states, turns)
             or torch.is_grad_enabled()
         ):
