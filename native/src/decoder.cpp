@@ -168,6 +168,9 @@ void check(const hkv_decoder &layer, int64_t tokens) {
               layer.up.num_outputs == inner && layer.down.num_inputs == inner &&
               layer.down.num_outputs == hidden,
           "matrices must fit together");
+  for (const hkv_matrix *one : {&layer.query, &layer.key, &layer.value, &layer.output, &layer.gate,
+                                &layer.up, &layer.down})
+    require(one->kind != 0 || layer.dtype != HKV_F32, "plain matrices must have a dtype of 16 bits");
   check_norm(layer.before_attention, true);
   check_norm(layer.before_feed_forward, true);
   check_norm(layer.of_queries, false);

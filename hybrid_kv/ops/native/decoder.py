@@ -121,7 +121,7 @@ class BoundDecoder:
     def inputs(
         self, hidden: Tensor, rotation: Sequence[Tensor], pool: Pool | None
     ) -> AttentionInputs:
-        """What attention takes of hidden states [B, T, hidden], B T at most `MAX_TOKENS`.
+        """Queries, keys and values of hidden states [B, T, hidden], B T at most `MAX_TOKENS`.
 
         Args:
             rotation: cosines and sines, each [B or 1, T, D].
