@@ -65,8 +65,9 @@ class DecoderStep:
 
     def __init__(self, layer: nn.Module, pays: Pays) -> None:
         self.layer, self._pays = layer, pays
-        self._bound: BoundDecoder | None = None
         self._key: list[Any] = []  # of what is bound
+        self._by_tokens: dict[int, BoundDecoder | None] = {}
+        self._bound: BoundDecoder | None = None  # of the step that passes
         self._pool: Pool | None = None
 
     def begin(self, num_tokens: int, pool: Pool | None) -> bool:
@@ -83,7 +84,7 @@ class DecoderStep:
                 or part._forward_pre_hooks
             ):
                 return False
-        key: list[Any] = [num_tokens, type(layer).forward]
+        key: list[Any] = [type(layer).forward]
         for part in parts:
             key += (part, type(part).forward, part.__dict__.get("variance_epsilon"))
             key += [
@@ -91,8 +92,11 @@ class DecoderStep:
                 for one in part._parameters.values()
             ]
         if key != self._key:
-            self._key, self._bound = key, self._bind(num_tokens)
-        self._pool = pool
+            self._key = key
+            self._by_tokens.clear()
+        if num_tokens not in self._by_tokens:
+            self._by_tokens[num_tokens] = self._bind(num_tokens)
+        self._bound, self._pool = self._by_tokens[num_tokens], pool
         return self._bound is not None
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -23,7 +23,7 @@ typedef struct hkv_matrix {
   int64_t num_outputs, num_inputs;
   int64_t stride; /* of rows: bytes of packed, elements of plain ones */
   const void *weight;
-  const void *bias; /* [num_outputs] float32 beside packed weights, else of the dtype; or NULL */
+  const void *bias; /* [num_outputs] of the dtype, or NULL */
 } hkv_matrix;
 
 /* weight * (x / sqrt(mean(x^2) + epsilon)); x is rounded before it is multiplied. */

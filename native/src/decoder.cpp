@@ -76,14 +76,19 @@ class Decoder {
   }
 
   void multiply(const hkv_matrix &by, const Element *from, Element *to) const {
-    const int status =
-        by.kind == 0
-            ? hkv_linear(pool_, layer_.dtype, by.num_outputs, by.num_inputs, by.weight, by.stride,
-                         by.bias, tokens_, from, to)
-            : hkv_packed_linear(pool_, by.kind, by.num_outputs, by.num_inputs, by.weight, by.stride,
-                                static_cast<const float *>(by.bias), layer_.dtype, tokens_, from,
-                                by.exact, to);
-    require_done(status);
+    if (by.kind == 0) {
+      require_done(hkv_linear(pool_, layer_.dtype, by.num_outputs, by.num_inputs, by.weight,
+                              by.stride, by.bias, tokens_, from, to));
+      return;
+    }
+    const float *bias = nullptr;
+    if (by.bias != nullptr) {
+      grow(own().floats, by.num_outputs);
+      convert(static_cast<const Element *>(by.bias), by.num_outputs, own().floats.data());
+      bias = own().floats.data();
+    }
+    require_done(hkv_packed_linear(pool_, by.kind, by.num_outputs, by.num_inputs, by.weight,
+                                   by.stride, bias, layer_.dtype, tokens_, from, by.exact, to));
   }
 
   /// Rows [count, width], each by itself; `to` may be `from`.

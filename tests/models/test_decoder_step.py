@@ -254,6 +254,20 @@ def test_what_was_changed_between_two_steps_counts(
     torch.testing.assert_close(both[0], both[1], **TOLERANCES[torch.bfloat16])
 
 
+def test_biases_beside_packed_weights_are_read_anew(computed: list[list[int]]) -> None:
+    model = made().to(torch.bfloat16)
+    found = []
+    with torch.inference_mode(), hkv.attach(model, hkv.HybridConfig(**TIERED)) as runtime:
+        cache = runtime.cache()
+        model(ids(1, 37), **passing(cache))
+        for value in (0.0, 3.0):
+            model.model.layers[0].mlp.down_proj.bias.fill_(value)
+            found.append(model(ids(1, 1), **passing(cache)).logits)
+            cache.crop(-1)
+    assert len(computed) == 6
+    assert not torch.equal(found[0], found[1])
+
+
 def test_a_forward_that_somebody_puts_into_a_class_is_called(
     computed: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

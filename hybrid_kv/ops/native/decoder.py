@@ -30,8 +30,8 @@ class Norm(NamedTuple):
 class Matrix(NamedTuple):
     """A linear layer.
 
-    weight: packed, or [N, K] in the 16-bit dtype of hidden states, rows contiguous. bias: [N], or
-    None. exact: see `packed_linear`.
+    weight: packed, or [N, K] in the 16-bit dtype of hidden states, rows contiguous. bias: [N] in
+    the dtype of hidden states, or None. exact: see `packed_linear`.
     """
 
     weight: PackedWeight | Tensor
@@ -66,45 +66,27 @@ class AttentionInputs(NamedTuple):
 
 
 class BoundDecoder:
-    """The two calls for one layer, whose weights must stay where they are.
+    """The two calls for one layer. It does not hold the weights, which must stay where they are.
 
     Args:
-        weights: on the host, norms and biases in one dtype, float32, bfloat16 or float16, which is
-            that of hidden states.
+        weights: on the host, norms and biases in the dtype of hidden states: float32, bfloat16 or
+            float16.
         head_dim: D of queries, keys and values.
     """
 
     def __init__(
         self, weights: DecoderWeights, head_dim: int, *, engine: ctypes.CDLL | None = None
     ) -> None:
-        self._kept: list[Tensor] = []
         self._engine = find_engine(engine)
         self._dtype, self._head_dim = weights.before_attention.weight.dtype, head_dim
         parts = {
-            name: self._matrix(one) if isinstance(one, Matrix) else self._norm(one)
+            name: _matrix(one) if isinstance(one, Matrix) else _norm(one)
             for name, one in weights._asdict().items()
         }
         layer = DecoderStruct(dtype=DTYPES[self._dtype], head_dim=head_dim, **parts)
         self._layer, self._address = layer, byref(layer)
         self._heads = [one.num_outputs // head_dim for one in (layer.query, layer.key, layer.value)]
         self._hidden: int = layer.query.num_inputs
-
-    def _norm(self, norm: Norm | None) -> NormStruct:
-        return NormStruct() if norm is None else NormStruct(self._keep(norm.weight), norm.epsilon)
-
-    def _matrix(self, matrix: Matrix) -> MatrixStruct:
-        weight, bias, exact = matrix
-        if isinstance(weight, PackedWeight):
-            number, *sizes = (size.value for size in weight.sizes)
-            wide = None if bias is None else self._keep(bias.float().contiguous())
-            return MatrixStruct(number, exact, *sizes, self._keep(weight.blocks), wide)
-        sizes = [*weight.shape, weight.stride(0)]
-        of_bias = None if bias is None else self._keep(bias)
-        return MatrixStruct(0, exact, *sizes, self._keep(weight), of_bias)
-
-    def _keep(self, tensor: Tensor) -> int:
-        self._kept.append(tensor)
-        return tensor.data_ptr()
 
     def takes(self, hidden: Tensor, rotation: Sequence[Tensor] | None) -> bool:
         """Whether hidden states [B, T, hidden], and cosines and sines [B or 1, T, D], fit."""
@@ -154,3 +136,18 @@ class BoundDecoder:
         )
         library.check(self._engine, status)
         return out
+
+
+def _norm(norm: Norm | None) -> NormStruct:
+    return NormStruct() if norm is None else NormStruct(norm.weight.data_ptr(), norm.epsilon)
+
+
+def _matrix(matrix: Matrix) -> MatrixStruct:
+    weight, bias, exact = matrix
+    if isinstance(weight, PackedWeight):
+        number, *sizes = (size.value for size in weight.sizes)
+        address = weight.blocks.data_ptr()
+    else:
+        number, sizes, address = 0, [*weight.shape, weight.stride(0)], weight.data_ptr()
+    of_bias = None if bias is None else bias.data_ptr()
+    return MatrixStruct(number, exact, *sizes, address, of_bias)
