@@ -135,7 +135,7 @@ def _project(lists, extra, degree, points, weights, cap, candidates, alpha, seed
             visits[starts[node] : starts[node + 1]], node, lists.shape[1], cap, seed
         )
         heaviest = _heaviest(node, some, lists, extra, weights, weight, candidates, cap)
-        _prune(node, heaviest, 0, own[node], points, alpha)
+        _prune(node, heaviest, np.int64(0), own[node], points, alpha)  # of one type, compiled once
     starts_in, edges = _invert(own, num_nodes)
     linked = np.full((num_nodes, degree), -1, np.int64)
     for node in range(num_nodes):
@@ -282,7 +282,7 @@ def _link(node, own, chosen_by, neighbours, points, alpha):  # type: ignore[no-u
     for other in own[kept:]:
         others[count] = other
         count += 1
-    others = np.sort(others[:count])
+    others = others[:count][np.argsort(others[:count], kind="mergesort")]  # compiled already
     distances = np.empty(count, np.int64)
     for i in range(count):
         distances[i] = _distance(points[node], points[others[i]])
