@@ -193,17 +193,21 @@ CALLS = [
     *(digest, score, merging, copying, search, selection),
 ]
 CAPABILITIES = {"llama": (89, 90), "wide": (89,), "odd": (89, 90), "float32": (89,)}
-"""sm_89 has less of everything; sm_90 is met by a plain and by an odd shape. For each of them the
-last variant of a kernel that a call launches is compiled, which has most options.
+"""sm_89 has less of everything; sm_90 is met by an odd shape, and by a plain one where a kernel
+multiplies, which it does there in another way.
 """
 
 
-def others(launch: Launch, case: str) -> tuple[int, ...]:
-    """GPUs for which the variants before the last one are compiled: of the kernels of attention,
-    which take longest, those of an odd shape and of the widest numbers.
+def gpus(launch: Launch, case: str, *, is_last: bool) -> tuple[int, ...]:
+    """Compute capabilities that a launch is compiled for: the last variant of a kernel in a call,
+    which has most options, for those of the case. The variants before it for sm_89 alone, where
+    they take most: of an odd shape, of the widest numbers, and those that encode the widest heads.
     """
-    is_long = launch.name in ("_attend_kernel", "_ragged_kernel")
-    return () if is_long and case in ("llama", "wide") else (89,)
+    if is_last:
+        multiplies = launch.name in (*MULTIPLIES, "_scan_kernel")
+        return CAPABILITIES[case] if multiplies or case == "odd" else (89,)
+    encodes_wide = (launch.name, case) == ("_encode_kernel", "wide")
+    return (89,) if case in ("odd", "float32") or encodes_wide else ()
 
 
 @pytest.mark.parametrize("call", CALLS)
@@ -217,7 +221,7 @@ def test_kernels_compile_and_take_no_more_than_they_may(
     assert launches
     last = {launch.name: at for at, launch in enumerate(launches)}
     for at, launch in enumerate(launches):
-        for capability in CAPABILITIES[case] if at == last[launch.name] else others(launch, case):
+        for capability in gpus(launch, case, is_last=at == last[launch.name]):
             compiled = launch.compile(capability)
             taken = resources(compiled)
             assert taken.shared_bytes <= SHARED_BYTES, (launch.name, capability)
