@@ -26,6 +26,14 @@ def model() -> LlamaForCausalLM:
 
 
 @pytest.fixture(scope="module")
+def in_float32() -> LlamaForCausalLM:
+    """The same weights: many CPUs take a third of the time for it."""
+    loaded = AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32)
+    assert isinstance(loaded, LlamaForCausalLM)
+    return loaded.eval()
+
+
+@pytest.fixture(scope="module")
 def key_value_sample() -> Sample:
     return make_sample("key_value", 1777, num_records=48, num_questions=40, seed=91)
 
@@ -87,18 +95,26 @@ def test_key_value_questions_are_answered(model: LlamaForCausalLM, tokens: int, 
 )
 @pytest.mark.parametrize("records", [64, 128])
 def test_questions_about_many_records_are_answered(
-    model: LlamaForCausalLM, task: str, questions: int, least: float, records: int
+    model: LlamaForCausalLM,
+    in_float32: LlamaForCausalLM,
+    task: str,
+    questions: int,
+    least: float,
+    records: int,
 ) -> None:
+    """The most records in bfloat16, as they are shipped; half as many in float32."""
     sample = make_sample(task, 3000, num_records=records, num_questions=questions, seed=14)
-    accuracy = DenseReader(model, sample.context).accuracy(sample.questions)
+    reader = DenseReader(model if records == 128 else in_float32, sample.context)
+    accuracy = reader.accuracy(sample.questions)
     assert accuracy >= least, f"{accuracy:.3f} of {len(sample.questions)} questions"
 
 
-def test_pass_code_is_found(model: LlamaForCausalLM) -> None:
+def test_pass_code_is_found(model: LlamaForCausalLM, in_float32: LlamaForCausalLM) -> None:
     right = []
     for seed in range(10):
         sample = make_sample("passkey", 1024 + 7 * seed, num_records=24, seed=seed)
-        right.append(DenseReader(model, sample.context).accuracy(sample.questions))
+        reader = DenseReader(model if seed < 3 else in_float32, sample.context)
+        right.append(reader.accuracy(sample.questions))
     assert np.mean(right) >= 0.99, right
 
 
@@ -111,16 +127,15 @@ def test_questions_need_the_far_context(model: LlamaForCausalLM, key_value_sampl
     assert accuracy <= 0.15, f"{accuracy:.3f} with 68 of {num_tokens} tokens visible"
 
 
-def test_own_reader_agrees_with_generate(model: LlamaForCausalLM) -> None:
+def test_own_reader_agrees_with_generate(in_float32: LlamaForCausalLM) -> None:
     sample = make_sample("multi_query", 700, num_records=12, num_questions=2, seed=8)
-    reader = DenseReader(model.float(), sample.context, chunk_tokens=192)
+    reader = DenseReader(in_float32, sample.context, chunk_tokens=192)
     for question, answer in zip(sample.questions, reader.answer(sample.questions), strict=True):
         ids = torch.tensor([[*sample.context.tolist(), *question.ids]])
-        new = model.generate(ids, max_new_tokens=len(question.answer), do_sample=False)
+        new = in_float32.generate(ids, max_new_tokens=len(question.answer), do_sample=False)
         generated = tuple(new[0, ids.shape[1] :].tolist())
         assert generated == answer[: len(generated)]
         assert is_correct(question, generated) == is_correct(question, answer)
-    model.bfloat16()
 
 
 def test_generation_stops_by_itself(model: LlamaForCausalLM) -> None:
