@@ -11,8 +11,11 @@
 #include <immintrin.h>
 #endif
 
-/// For what holds its sums in registers: as a call of its own it would pass them through memory.
+/// For what holds its sums in registers: as a call of its own it would pass them through memory. Builds
+/// that do not optimise define it as nothing.
+#ifndef HKV_INLINE
 #define HKV_INLINE __attribute__((always_inline))
+#endif
 
 namespace hkv {
 
