@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 from torch.nn.modules import module as torch_module
 from transformers.activations import SiLUActivation
 
@@ -104,6 +105,7 @@ class DecoderStep:
         bound, cache, turns = self._bound, passed(kwargs), kwargs.get("position_embeddings")
         if (
             bound is None
+            or is_dynamo_compiling()  # of what the user compiled around it
             or args
             or not kwargs.keys() <= _INPUTS
             or not isinstance(cache, ServedCache)  # as of another thread

@@ -15,6 +15,7 @@ from transformers.models.llama import modeling_llama
 import hybrid_kv as hkv
 from hybrid_kv.models import few_tokens
 from hybrid_kv.models.cache_state import passing
+from hybrid_kv.models.joined import JoinedCache
 from hybrid_kv.models.packed_linear import PackedLinear, packed
 from hybrid_kv.ops.native.decoder import BoundDecoder
 from tests.contracts.architectures import scale_weights
@@ -60,7 +61,9 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     return seen
 
 
-def made(family: str = "llama", kind: torch.dtype | str = "Q8_0", exact: bool = True) -> Any:
+def made(
+    family: str = "llama", kind: torch.dtype | str = "Q8_0", exact: bool = True, **settings: Any
+) -> Any:
     """A model of three layers, of sizes that fill no vector."""
     sizes = {
         **{"vocab_size": 12, "hidden_size": 96, "intermediate_size": 160},
@@ -70,7 +73,7 @@ def made(family: str = "llama", kind: torch.dtype | str = "Q8_0", exact: bool = 
     }
     with torch.random.fork_rng():
         torch.manual_seed(3)
-        config = AutoConfig.for_model(family, **sizes | FAMILIES[family])
+        config = AutoConfig.for_model(family, **sizes | FAMILIES[family] | settings)
         model = AutoModelForCausalLM.from_config(config).eval()
         scale_weights(model)
         for name, parameter in model.named_parameters():
@@ -373,3 +376,75 @@ def test_a_part_that_the_user_compiled_stays_compiled(computed: list[list[int]])
     logits(model)
     assert len(computed) == 2
     assert graphs
+
+
+def _whole(model: Any) -> Any:
+    return torch.compile(model, backend="eager")
+
+
+def _in_place(model: Any) -> Any:
+    model.compile(backend="eager")
+    return model
+
+
+def _base(model: Any) -> Any:
+    model.model.compile(backend="eager")
+    return model
+
+
+def _bases_forward(model: Any) -> Any:
+    model.model.forward = torch.compile(model.model.forward, backend="eager")
+    return model
+
+
+@pytest.mark.parametrize("way", [_whole, _in_place, _base, _bases_forward])
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_a_model_that_the_user_compiles_answers_as_one_that_is_not(
+    way: Callable[[Any], Any], order: str
+) -> None:
+    torch._dynamo.reset()
+    want = [logits(made("qwen3")), logits(made("qwen3"), 1, 5)]
+    model = made("qwen3")
+    tokens = [ids(1, 38), ids(1, 42)]
+    with torch.inference_mode():
+        call = way(model) if order == "before" else model
+        with hkv.attach(model, hkv.HybridConfig(**TIERED)) as runtime:
+            call = way(model) if order == "after" else call
+            for asked, wanted in zip(tokens, want, strict=True):
+                cache = runtime.cache()
+                call(asked[:, :37], **passing(cache))
+                found = call(asked[:, 37:], **passing(cache)).logits
+                torch.testing.assert_close(found, wanted, **PACKED)
+    torch._dynamo.reset()
+
+
+def test_rows_of_joined_caches_answer_as_alone(computed: list[list[int]]) -> None:
+    model = made("qwen2")
+    lengths = (5, 40, 73)
+    with torch.inference_mode(), hkv.attach(model, hkv.HybridConfig(**TIERED)) as runtime:
+
+        def begun() -> list[Any]:
+            caches = [runtime.cache() for _ in lengths]
+            for cache, length in zip(caches, lengths, strict=True):
+                model(ids(1, length), **passing(cache))
+            return caches
+
+        tokens = torch.tensor([[3], [5], [7]])
+        alone = [
+            model(tokens[row : row + 1], **passing(cache)).logits
+            for row, cache in enumerate(begun())
+        ]
+        joined = JoinedCache(begun())
+        where = torch.tensor(joined.positions)
+        del computed[:]
+        found = model(tokens, position_ids=where, **passing(joined)).logits
+    assert computed == [[3, 1, 96]] * 3
+    torch.testing.assert_close(found, torch.cat(alone), **PACKED)
+
+
+def test_windows_of_transformers_own(computed: list[list[int]]) -> None:
+    model = made("mistral", sliding_window=16)
+    found = logits(model, 1, 3)
+    assert len(computed) == 3
+    watched(model)
+    torch.testing.assert_close(found, logits(model, 1, 3), **PACKED)
