@@ -357,9 +357,12 @@ def test_another_thread_that_calls_a_layer_in_a_step_gets_its_own(
         thread.start()
         thread.join()
 
-    handle = model.model.layers[0].register_forward_pre_hook(beside)
-    logits(model)
-    handle.remove()
+    with torch.inference_mode(), hkv.attach(model, hkv.HybridConfig(**TIERED)) as runtime:
+        cache = runtime.cache()
+        model(ids(1, 37), **passing(cache))
+        handle = model.model.layers[0].register_forward_pre_hook(beside)
+        model(ids(1, 1), **passing(cache))
+        handle.remove()
     assert len(computed) == 3
     call()
     torch.testing.assert_close(found[-1], found[-2])

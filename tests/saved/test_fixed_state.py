@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import runpy
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -212,5 +213,6 @@ def test_older_transformers_have_no_layer_without_attention(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delattr(cache_utils, "DummyLayer", raising=False)
+    monkeypatch.delitem(sys.modules, "hybrid_kv.saved.own_layers")  # it is run as if new
     own_layers = runpy.run_module("hybrid_kv.saved.own_layers")
     assert not own_layers["is_own"](cache_utils.DynamicLayer())
