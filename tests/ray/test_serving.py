@@ -16,6 +16,7 @@ from hybrid_kv.config import HybridConfig
 from hybrid_kv.errors import ConfigError, OtherContextError
 from hybrid_kv.ray.replica import ReplicaSpec, claim
 from hybrid_kv.serve import Engine, Limits, Request, RequestHandle, Sampling, Token
+from tests.serve.asking import until
 from tests.serve.running import Running, serving
 from tests.serve.test_structure import byte_llm
 
@@ -109,7 +110,7 @@ def test_a_node_that_leaves_while_replicas_start_is_left_out(
     monkeypatch.setattr(clusters, "alive_nodes", lambda: [n for n in nodes() if n.id in two])
     with module.ReplicaEngine(cluster.address, spec(model), told.append) as engine:
         assert len(answers(engine, requests(1))[0]) == 8
-    assert any("has left; the others go on" in one for one in told)
+        until(lambda: any("has left" in one for one in told))  # its worker may outlive it a while
 
 
 def test_answers_are_those_of_one_engine(replicas: Any, alone: LLM) -> None:
