@@ -229,9 +229,14 @@ def _other_activation(layer: Any) -> None:
     layer.mlp.act_fn = nn.ReLU()
 
 
+def _other_inputs(layer: Any) -> None:
+    layer.mlp.register_forward_pre_hook(lambda module, args: (2 * args[0],))
+
+
 CHANGES = [
     *(_other_weight, _other_data, _other_numbers, _other_norm, _other_epsilon, _no_bias, _packed),
     *(_other_module, _other_class, _parametrised, _other_forward, _other_activation),
+    _other_inputs,
 ]
 
 
