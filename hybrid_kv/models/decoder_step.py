@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -31,7 +32,7 @@ _FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
 """Of transformers, whose layers compute what `hybrid_kv_decoder.h` says. Their classes have these
 names in front of `DecoderLayer`, `Attention`, `MLP` and `RMSNorm`."""
 _INPUTS = {"attention_mask", "position_ids", "use_cache", "position_embeddings", *CACHE_NAMES}
-"""What a layer of these is given beside its hidden states."""
+"""Arguments that such a layer takes beside its hidden states."""
 
 Pays: TypeAlias = Callable[[Tensor, int], bool]
 """Whether the engine multiplies a 16-bit weight [N, K] with so many tokens faster than torch."""
@@ -102,27 +103,31 @@ class DecoderStep:
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """The layer's output [B, T, hidden] of hidden states, which attend to the cache."""
-        bound, cache, turns = self._bound, passed(kwargs), kwargs.get("position_embeddings")
+        bound, cache, rotation = self._bound, passed(kwargs), kwargs.get("position_embeddings")
         if (
             bound is None
             or is_dynamo_compiling()  # of what the user compiled around it
             or args
             or not kwargs.keys() <= _INPUTS
             or not isinstance(cache, ServedCache)  # as of another thread
-            or not bound.takes(hidden_states, turns)
+            or not bound.takes(hidden_states, rotation)
             or torch.is_grad_enabled()
         ):
             own: Tensor = type(self.layer).forward(self.layer, hidden_states, *args, **kwargs)
             return own
-        assert turns is not None
+        assert rotation is not None
         rows, tokens = hidden_states.shape[:2]
-        new = bound.inputs(hidden_states, turns, self._pool)
+        new = bound.inputs(hidden_states, rotation, self._pool)
         q, k, v = (one.view(rows, tokens, *one.shape[1:]).transpose(1, 2) for one in new)
         attention: Any = self.layer.self_attn
         k, v = cache.update(k, v, attention.layer_idx)
         mask = kwargs.get("attention_mask")
         attended, _ = hybrid_attention(attention, q, k, v, mask, scaling=attention.scaling)
         return bound.outputs(hidden_states, attended, self._pool)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy of the layer, or a pickle, made while a step passes has its own forward."""
+        return partial, (type(self.layer).forward, self.layer)
 
     def _bind(self, num_tokens: int) -> BoundDecoder | None:
         """The engine's calls with the weights as they are; None where it cannot have them, or would

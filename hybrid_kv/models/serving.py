@@ -58,7 +58,8 @@ class Serving:
         self._early: EarlyQueries | None = None
         self._few = _few_tokens(model)
         # Whole layers first: they look at the forwards of what is in them.
-        self._faster = [one for one in (_decoder_steps(model, self._few), self._few) if one]
+        both = _decoder_steps(model, self._few), self._few
+        self._faster = [one for one in both if one is not None]
         for part in text_parts(model, self.text_config):
             self._wrap(part)
 

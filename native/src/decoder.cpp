@@ -11,7 +11,7 @@
 namespace hkv {
 namespace {
 
-/// A value as the element type holds it: models round between their operations.
+/// A value as the element type holds it: models round scratch their operations.
 template <typename Element>
 float as(float value) {
   Element held;
@@ -27,9 +27,9 @@ void require_done(int status) {
   throw std::runtime_error(hkv_last_error());
 }
 
-/// What a call keeps between its products, of one thread.
+/// Memory of one thread for what lies between the products of a call.
 template <typename Element>
-struct Between {
+struct Scratch {
   std::vector<Element> normed, gate, up, sum;
   std::vector<float> floats;
 };
@@ -48,13 +48,13 @@ class Decoder {
     multiply(layer_.query, own().normed.data(), queries);
     multiply(layer_.key, own().normed.data(), keys);
     multiply(layer_.value, own().normed.data(), values);
-    turn(layer_.of_queries, layer_.query.num_outputs, cosines, sines, queries);
-    turn(layer_.of_keys, layer_.key.num_outputs, cosines, sines, keys);
+    rotate(layer_.of_queries, layer_.query.num_outputs, cosines, sines, queries);
+    rotate(layer_.of_keys, layer_.key.num_outputs, cosines, sines, keys);
   }
 
   void outputs(const Element *hidden, const Element *attended, Element *out) {
     const int64_t width = layer_.output.num_outputs, inner = layer_.gate.num_outputs;
-    Between<Element> &mine = own();
+    Scratch<Element> &mine = own();
     grow(mine.sum, tokens_ * width);
     grow(mine.normed, tokens_ * width);
     grow(mine.gate, tokens_ * inner);
@@ -70,9 +70,9 @@ class Decoder {
   }
 
  private:
-  static Between<Element> &own() {
-    thread_local Between<Element> between;
-    return between;
+  static Scratch<Element> &own() {
+    thread_local Scratch<Element> scratch;
+    return scratch;
   }
 
   void multiply(const hkv_matrix &by, const Element *from, Element *to) const {
@@ -114,7 +114,7 @@ class Decoder {
 
   /// Norms and rotates the heads of rows [tokens, width] by [tokens, head_dim]; channel i and the one half a
   /// head behind it are a pair.
-  void turn(const hkv_norm &by, int64_t width, const Element *cosines, const Element *sines,
+  void rotate(const hkv_norm &by, int64_t width, const Element *cosines, const Element *sines,
             Element *heads) const {
     const int64_t dim = layer_.head_dim, half = dim / 2;
     if (by.weight != nullptr) norm(by, heads, tokens_ * width / dim, dim, heads);

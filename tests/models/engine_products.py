@@ -40,3 +40,10 @@ def note_products(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
 def trials_end(torch_gbps: float, engine_gbps: float) -> Callable[..., list[ProductTrial]]:
     """In the place of `few_tokens.measure`: all trials end like this."""
     return lambda sets, *_: [ProductTrial(torch_gbps, engine_gbps)] * len(sets)
+
+
+def engine_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine is faster in each trial, of small matrices too, and no earlier trial is known."""
+    monkeypatch.setattr(few_tokens, "_LEAST_BYTES", 0)
+    monkeypatch.setattr(few_tokens, "_trials", {})
+    monkeypatch.setattr(few_tokens, "measure", trials_end(5.0, 10.0))

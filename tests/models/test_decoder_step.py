@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -13,14 +14,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.llama import modeling_llama
 
 import hybrid_kv as hkv
-from hybrid_kv.models import few_tokens
 from hybrid_kv.models.cache_state import passing
 from hybrid_kv.models.joined import JoinedCache
 from hybrid_kv.models.packed_linear import PackedLinear, packed
 from hybrid_kv.ops.native.decoder import BoundDecoder
 from tests.contracts.architectures import scale_weights
 from tests.contracts.edges.calls import anatomy
-from tests.models.engine_products import trials_end
+from tests.models.engine_products import engine_wins
 from tests.models.folder import tokenizer
 from tests.ops.native.engines import needs_engine
 from tests.tolerances import TOLERANCES
@@ -41,10 +41,7 @@ KINDS = ["Q8_0", "Q4_1", torch.bfloat16, torch.float16]
 
 @pytest.fixture(autouse=True)
 def fast_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine wins each trial, of small matrices too."""
-    monkeypatch.setattr(few_tokens, "_LEAST_BYTES", 0)
-    monkeypatch.setattr(few_tokens, "_trials", {})
-    monkeypatch.setattr(few_tokens, "measure", trials_end(5.0, 10.0))
+    engine_wins(monkeypatch)
 
 
 @pytest.fixture
@@ -339,6 +336,24 @@ def test_an_error_inside_of_a_step_leaves_the_model_as_it_was(
             logits(model)
     assert anatomy(model) == before
     torch.testing.assert_close(logits(model), own)
+
+
+def test_a_copy_that_is_made_in_a_step_has_its_own_forwards(computed: list[list[int]]) -> None:
+    model, copies = made(), []
+    with torch.inference_mode(), hkv.attach(model, hkv.HybridConfig(**TIERED)) as runtime:
+        cache = runtime.cache()
+        model(ids(1, 37), **passing(cache))
+        layers = model.model.layers
+        hook = layers[0].register_forward_hook(lambda *_: copies.append(deepcopy(layers[1])))
+        model(ids(1, 1), **passing(cache))
+        hook.remove()
+    assert len(computed) == 3
+    hidden = torch.randn(1, 5, 96)
+    places = torch.arange(5)[None]
+    turns = model.model.rotary_emb(hidden, places)
+    with torch.inference_mode():
+        found, own = (one(hidden, position_embeddings=turns) for one in (copies[0], layers[1]))
+    torch.testing.assert_close(found, own, **PACKED)  # the copy has our attention without a cache
 
 
 def test_another_thread_that_calls_a_layer_in_a_step_gets_its_own(

@@ -24,7 +24,7 @@ from benchmarks.common.step_cost import counted
 from hybrid_kv.models import few_tokens
 from hybrid_kv.models.cache_state import passing
 from hybrid_kv.models.few_tokens import FewTokens
-from tests.models.engine_products import note_products, trials_end
+from tests.models.engine_products import engine_wins, note_products, trials_end
 from tests.models.test_few_tokens import TIERED, prompt, tiny
 from tests.ops.native.engines import needs_engine
 from tests.tolerances import TOLERANCES
@@ -35,10 +35,7 @@ CLOSE = TOLERANCES[torch.bfloat16]
 
 @pytest.fixture(autouse=True)
 def fast_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small matrices take part, and the engine is faster."""
-    monkeypatch.setattr(few_tokens, "_LEAST_BYTES", 0)
-    monkeypatch.setattr(few_tokens, "_trials", {})
-    monkeypatch.setattr(few_tokens, "measure", trials_end(5.0, 10.0))
+    engine_wins(monkeypatch)
 
 
 @pytest.fixture

@@ -90,10 +90,15 @@ class BoundDecoder:
 
     def takes(self, hidden: Tensor, rotation: Sequence[Tensor] | None) -> bool:
         """Whether hidden states [B, T, hidden], and cosines and sines [B or 1, T, D], fit."""
+        if rotation is None or hidden.ndim != 3 or hidden.shape[2] != self._hidden:
+            return False
+        rows, size = hidden.shape[0], (hidden.shape[1], self._head_dim)
         return (
-            rotation is not None
-            and hidden.shape[-1] == self._hidden
-            and all(part.shape[-1] == self._head_dim for part in rotation)
+            len(rotation) == 2
+            and all(
+                part.ndim == 3 and part.shape[1:] == size and len(part) in (1, rows)
+                for part in rotation
+            )
             and all(
                 part.__class__ is Tensor and part.dtype is self._dtype and part.is_cpu
                 for part in (hidden, *rotation)

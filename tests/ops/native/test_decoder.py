@@ -135,3 +135,10 @@ def test_what_does_not_fit_is_not_taken() -> None:
     assert not bound.takes(hidden[..., 1:], (angle, angle))
     assert not bound.takes(hidden, (angle[..., 2:], angle[..., 2:]))  # a rotation of a part
     assert not bound.takes(hidden.to("meta"), (angle, angle))
+    assert not bound.takes(hidden[0], (angle, angle))
+    assert not bound.takes(hidden, (angle,))
+    assert not bound.takes(hidden, (angle[0], angle[0]))
+    two = torch.randn(3, 2, HIDDEN)
+    assert bound.takes(two, (torch.randn(1, 2, DIM), torch.randn(3, 2, DIM)))
+    assert not bound.takes(two, (angle, angle))  # of fewer tokens
+    assert not bound.takes(two, (torch.randn(2, 2, DIM), torch.randn(3, 2, DIM)))
