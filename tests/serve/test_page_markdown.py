@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from hybrid_kv.watch.token_errors import TokenError
-from tests.serve.browsing import ask
+from tests.serve.browsing import ask, opened
 from tests.serve.fake_engine import FakeEngine
+from tests.serve.running import Running
 
 RENDER = """async ([source, marks]) => {
   const { markdown } = await import("/hybrid_kv/markdown.js");
@@ -16,6 +18,14 @@ RENDER = """async ([source, marks]) => {
   place.append(...markdown(source, marks));
   return place.innerHTML;
 }"""
+
+
+@pytest.fixture(scope="module")
+def blank(browser: Any, counting_server: Running) -> Iterator[Any]:
+    """One page for all tests that leave nothing on it."""
+    context = browser.new_context()
+    yield opened(context, counting_server.url)
+    context.close()
 
 
 def rendered(page: Any, source: str, *marks: dict[str, Any]) -> str:
@@ -54,8 +64,8 @@ def rendered(page: Any, source: str, *marks: dict[str, Any]) -> str:
         ),
     ],
 )
-def test_markdown_is_shown_as_it_is_meant(page: Any, source: str, html: str) -> None:
-    assert rendered(page, source) == html
+def test_markdown_is_shown_as_it_is_meant(blank: Any, source: str, html: str) -> None:
+    assert rendered(blank, source) == html
 
 
 ATTACKS = [
@@ -121,8 +131,8 @@ def test_nothing_of_a_model_becomes_html(
         ),
     ],
 )
-def test_a_text_of_nothing_but_signs_is_shown_in_a_moment(page: Any, source: str) -> None:
-    seconds = page.evaluate(
+def test_a_text_of_nothing_but_signs_is_shown_in_a_moment(blank: Any, source: str) -> None:
+    seconds = blank.evaluate(
         f"async given => {{ const begin = performance.now(); await ({RENDER})(given);"
         "return (performance.now() - begin) / 1000 }",
         [source, []],
@@ -130,14 +140,14 @@ def test_a_text_of_nothing_but_signs_is_shown_in_a_moment(page: Any, source: str
     assert seconds < 2
 
 
-def test_marks_keep_their_place_in_markdown(page: Any) -> None:
+def test_marks_keep_their_place_in_markdown(blank: Any) -> None:
     source = "the **river** and `hill`"
     begin = source.index("river")
     marks = [
         {"begin": begin, "end": begin + 5, "title": "one"},
         {"begin": source.index("hill") - 3, "end": len(source), "title": "two"},
     ]
-    assert rendered(page, source, *marks) == (
+    assert rendered(blank, source, *marks) == (
         '<p>the <strong><span class="doubt" title="one">river</span></strong> an'
         '<span class="doubt" title="two">d </span><code>'
         '<span class="doubt" title="two">hill</span></code></p>'
