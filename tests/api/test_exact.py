@@ -19,7 +19,7 @@ from tests.models.folder import model, tokenizer
 
 TEXT = " ".join(["sea sky sun ice oak elm bee fox owl sea", "oak fox bee sky"] * 4)
 TURNS = [TEXT, "oak", "sky sea owl fox ice sun"]
-NEW = 12
+NEW = 10
 METHODS = ["hybrid", "quest"]
 
 

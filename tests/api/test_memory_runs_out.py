@@ -21,6 +21,7 @@ from hybrid_kv.types import Demotion
 from tests.contracts.architectures import build
 from tests.kit import cache_of, every, held
 from tests.models.folder import model, tokenizer
+from tests.pairs import in_pairs
 
 EXACT: dict[str, dict[str, Any]] = {
     "hybrid": {"sink_tokens": 4, "window_tokens": 8, "cold": {"top_k": "all"}},
@@ -241,11 +242,14 @@ def answers(method: str) -> list[list[int]]:
         ]
 
 
-@pytest.mark.parametrize("at", [1, 2, 3, 4])
 @pytest.mark.parametrize(
-    "error", [CapacityError("host memory ran out: as a test"), torch.OutOfMemoryError(FULL)]
+    ("at", "error", "method"),
+    in_pairs(
+        [1, 2, 3, 4],
+        [CapacityError("host memory ran out: as a test"), torch.OutOfMemoryError(FULL)],
+        ["hybrid", "full"],
+    ),
 )
-@pytest.mark.parametrize("method", ["hybrid", "full"])
 def test_growth_that_is_refused_in_the_middle_of_an_answer_loses_nothing(
     monkeypatch: pytest.MonkeyPatch, method: str, error: Exception, at: int
 ) -> None:

@@ -20,6 +20,7 @@ from tests.index.oracle import (
     make_default,
     recall,
 )
+from tests.pairs import in_pairs
 
 pytestmark = pytest.mark.host("an index lies in host memory, whatever computes")
 
@@ -29,9 +30,10 @@ def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.mark.parametrize("rows", [1, 5, 37, 700])
-@pytest.mark.parametrize("top_k", [1, 16, 50])
-@pytest.mark.parametrize("num_queries", [1, 3, 33])
+@pytest.mark.parametrize(
+    ("kind", "rows", "top_k", "num_queries"),
+    in_pairs(KINDS, [1, 5, 37, 700], [1, 16, 50], [1, 3, 33]),
+)
 def test_finds_the_best_keys(kind: str, rows: int, top_k: int, num_queries: int) -> None:
     keys, queries = clustered(rows, heads=3, queries=num_queries)
     index = make(kind)

@@ -14,15 +14,17 @@ from hybrid_kv.runtime import KVCache
 from hybrid_kv.types import LayerShape, ModelInfo
 from tests.drive_method import ROTARY
 
-CONTEXT, STEPS = 601, 24
+CONTEXT = 601
+STEPS = {8: 8, 16: 24}  # by page size: until a page of each layer has left, or more
 SHAPES = tuple(LayerShape(idx, 6, 2, 72) for idx in range(4))
 
 
 def attended(config: HybridConfig) -> float:
     """Entries that a query head attends in a step, on average, after a random prompt."""
+    steps = STEPS[config.page_size]
     info = ModelInfo(SHAPES, (ROTARY,) * len(SHAPES))
     kv = KVCache(info, config.replace(index_build="wait"))
-    for new in (CONTEXT, *[1] * STEPS):
+    for new in (CONTEXT, *[1] * steps):
         for shape in SHAPES:
             q, k, v = (torch.randn(1, heads, new, shape.head_dim) for heads in (6, 2, 2))
             kv.attend(shape.layer_idx, q, (k, v), None, scale=0.1)
@@ -57,9 +59,9 @@ def test_a_step_attends_about_the_budget(name: str, tokens: int, page_size: int)
     before = HybridConfig(method=name, page_size=page_size)
     config = at_budget(name, tokens, page_size)
     if config.params == before.params:  # attends everything, exactly or in fewer bits
-        tokens = CONTEXT + STEPS // 2
+        tokens = CONTEXT + STEPS[page_size] // 2
     if name in KEEP_ANSWERS:
-        tokens += (STEPS - page_size) // 2
+        tokens += (STEPS[page_size] - page_size) // 2
     by_heads = name in (
         "duo_attention",
         "razor_attention",
@@ -103,7 +105,7 @@ def test_the_window_of_a_budget_is_the_papers_in_pages(
 def test_a_budget_is_halved_between_what_is_kept_and_what_is_found(name: str) -> None:
     given = at_budget(name, 181, 16, demote="offload", cold={"index": "flat"})
     assert given.budget_tokens - given.window_tokens >= given.cold.top_k > 60
-    extra = (STEPS - 16) // 2 if name in KEEP_ANSWERS else 0
+    extra = (STEPS[16] - 16) // 2 if name in KEEP_ANSWERS else 0
     assert attended(given) == pytest.approx(181 + extra, abs=16)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,10 +18,13 @@ from hybrid_kv.types import LayerShape, ModelInfo
 from tests.drive_method import drive
 from tests.kit import every, held
 from tests.methods.eviction import Heads, kept_sets, method, run
-from tests.methods.test_evicting_in_caches import PROMPT, SHAPES, decode, step, tokens
+from tests.methods.test_evicting_in_caches import PROMPT, decode, step
+from tests.methods.test_evicting_in_caches import tokens as tokens_of_layers
 from tests.tolerances import TOLERANCES
 
 CLOSE = TOLERANCES[torch.float32]
+SHAPES = tuple(LayerShape(idx, 6, 2, 72) for idx in range(3))
+tokens = partial(tokens_of_layers, layers=len(SHAPES))
 SIZES = {"window_tokens": 32, "budget_tokens": 61}
 SNAP, ADA = {"method": "snapkv", **SIZES}, {"method": "ada_snapkv", **SIZES}
 H2O, TOVA = {"method": "h2o", **SIZES}, {"method": "tova", **SIZES}

@@ -18,7 +18,7 @@ from tests.drive_method import drive, heads
 from tests.kit import every, held
 from tests.tolerances import TOLERANCES
 
-SHAPE, SCALE, PROMPT = LayerShape(0, 6, 2, 72), 0.11, 173
+SHAPE, SCALE, PROMPT, PAGE = LayerShape(0, 6, 2, 72), 0.11, 173, 8
 INFO = ModelInfo((SHAPE, replace(SHAPE, layer_idx=1)))
 CLOSE = TOLERANCES[torch.float32]
 MASKS = [[1, 0], [0, 1]]
@@ -48,7 +48,7 @@ def name(request: pytest.FixtureRequest) -> str:
 
 def config(name: str) -> HybridConfig:
     cold = {"cold": {"top_k": "all"}} if name == LOSSLESS else {}
-    sizes = {"page_size": 16, "sink_tokens": 16, "window_tokens": 32}
+    sizes = {"page_size": PAGE, "sink_tokens": 16, "window_tokens": 32}
     return HybridConfig(**sizes, **KEEPING[name], **cold)
 
 
@@ -77,10 +77,11 @@ def test_a_cache_does_as_the_driver_says(name: str) -> None:
     driven = drive(
         config(name).build(),
         prompt=PROMPT,
-        new=60,
+        new=30,
         num_layers=2,
+        page_size=PAGE,
         scale=SCALE,
-        given=(fed.q[0, :, : PROMPT + 60], fed.k[0, :, : PROMPT + 60], fed.v[0, :, : PROMPT + 60]),
+        given=(fed.q[0, :, : PROMPT + 30], fed.k[0, :, : PROMPT + 30], fed.v[0, :, : PROMPT + 30]),
     )
     for expected in driven.out:
         torch.testing.assert_close(fed.feed(1)[0, :, 0], expected.float(), **CLOSE)
@@ -94,7 +95,7 @@ def test_a_cache_does_as_the_driver_says(name: str) -> None:
 def test_forked_rows_go_on_as_if_they_were_alone(name: str) -> None:
     alone, forked = Fed(name), Fed(name)
     for fed in (alone, forked):
-        fed.feed(PROMPT, *[1] * 20)
+        fed.feed(PROMPT, *[1] * 10)
     for layer in forked.kv.layers.values():
         layer.fork([0, 0])
     other = heads(400, num_q_heads=6, num_kv_heads=2, head_dim=72, seed=1)
@@ -102,37 +103,37 @@ def test_forked_rows_go_on_as_if_they_were_alone(name: str) -> None:
         torch.stack([one[0], two])
         for one, two in zip((forked.q, forked.k, forked.v), other, strict=True)
     )
-    for _ in range(40):
+    for _ in range(20):
         out = forked.feed(1)
         torch.testing.assert_close(out[0], alone.feed(1)[0], **CLOSE)
     again = Fed(name)
-    again.feed(PROMPT, *[1] * 20)
+    again.feed(PROMPT, *[1] * 10)
     again.q, again.k, again.v = (one[None] for one in other)
-    for _ in range(40):
+    for _ in range(20):
         last = again.feed(1)
     torch.testing.assert_close(out[1], last[0], **CLOSE)
 
 
 def test_a_checkpoint_brings_back_what_was_kept(name: str) -> None:
     fed = Fed(name)
-    fed.feed(PROMPT, *[1] * 20)
+    fed.feed(PROMPT, *[1] * 10)
     saved = Checkpoint.of(fed.kv.layers)
     # Until one is released, branch and original count references of each other.
-    first = [fed.feed(1, check=False) for _ in range(40)]
+    first = [fed.feed(1, check=False) for _ in range(20)]
     saved.restore(fed.kv.layers)
-    fed.at -= 40
+    fed.at -= 20
     for expected in first:
         torch.testing.assert_close(fed.feed(1), expected, **CLOSE)
 
 
 def test_cropped_tokens_of_the_window_leave_no_trace(name: str) -> None:
     fed, fresh = Fed(name), Fed(name)
-    fed.feed(PROMPT, *[1] * 20, 1, 1, 1)
+    fed.feed(PROMPT, *[1] * 10, 1, 1, 1)
     for layer in fed.kv.layers.values():
         layer.crop(3)
     fed.at -= 3
-    fresh.feed(PROMPT, *[1] * 20)
-    for _ in range(40):
+    fresh.feed(PROMPT, *[1] * 10)
+    for _ in range(20):
         torch.testing.assert_close(fed.feed(1), fresh.feed(1), **CLOSE)
 
 

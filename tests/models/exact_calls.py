@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 from torch import Tensor
@@ -11,10 +12,11 @@ import hybrid_kv as hkv
 from hybrid_kv.api.generation import Generation
 from hybrid_kv.api.turn import Turn
 from hybrid_kv.models.exact_steps import ExactWork
+from tests.contracts.architectures import build
 from tests.contracts.edges.calls import prompt
 
 PROMPT = 90
-NEW = 12
+NEW = 8
 _SIZES: dict[str, Any] = {
     "page_size": 4,
     "sink_tokens": 4,
@@ -66,3 +68,9 @@ def full_tokens(model: PreTrainedModel, given: Tensor, **options: Any) -> list[i
     """What `full` answers."""
     with hkv.load(model, config="full") as llm:
         return answer(llm, given, **options).token_ids
+
+
+@cache
+def want(architecture: str = "llama", seed: int = 0, new: int = NEW) -> list[int]:
+    """What `full` answers to `ids(seed)`."""
+    return full_tokens(build(architecture), ids(seed), max_new_tokens=new)

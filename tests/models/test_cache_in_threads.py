@@ -33,7 +33,7 @@ def _no_gradients() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(params=["llama", "gemma2"])
+@pytest.fixture(scope="module", params=["llama", "gemma2"])
 def model(request: pytest.FixtureRequest) -> PreTrainedModel:
     return fresh(ARCHITECTURES[request.param]())
 

@@ -24,7 +24,7 @@ from hybrid_kv.models.exact_decoding import ExactDecoding
 from tests.contracts.architectures import build
 from tests.contracts.edges.calls import fresh
 from tests.contracts.edges.further_models import further_config
-from tests.models.exact_calls import NEW, PROMPT, answer, full_tokens, ids, small
+from tests.models.exact_calls import NEW, PROMPT, answer, full_tokens, ids, small, want
 
 
 @contextmanager
@@ -66,7 +66,7 @@ def test_a_forward_that_fails_leaves_verified_tokens_alone(
     architecture: str, where: str, error: BaseException
 ) -> None:
     model: Any = build(architecture)
-    whole = full_tokens(model, ids(), max_new_tokens=16)
+    whole = want(architecture, new=16)
     with hkv.load(model, config=small()) as llm:
         cache = llm.runtime.cache()
         with failing(model.model.layers[-1], error, WHERE[where]):
@@ -119,7 +119,7 @@ def test_what_fails_between_forwards_leaves_verified_tokens_alone(what: str, at:
         raise OSError("a criterion")
 
     model = build("llama")
-    whole = full_tokens(model, ids(), max_new_tokens=16)
+    whole = want(new=16)
     options: dict[str, Any] = {
         "criterion": {"stopping_criteria": StoppingCriteriaList([_Stops(PROMPT + at, fails)])},
         "processor": {"logits_processor": LogitsProcessorList([_Breaks(PROMPT + at)])},
@@ -134,7 +134,7 @@ def test_what_fails_between_forwards_leaves_verified_tokens_alone(what: str, at:
 @pytest.mark.parametrize("at", [1, 3, 6])
 def test_a_cancelled_answer_is_the_beginning_of_the_whole_one(at: int) -> None:
     model, cancel = build("llama"), threading.Event()
-    whole = full_tokens(model, ids(), max_new_tokens=16)
+    whole = want(new=16)
     criteria = StoppingCriteriaList([_Stops(PROMPT + at, cancel.set)])
     with hkv.load(model, config=small()) as llm:
         cache = llm.runtime.cache()
@@ -274,7 +274,7 @@ def test_false_and_none_are_plain_decoding() -> None:
             found = llm.generate(ids(), exact=off, max_new_tokens=NEW)
             assert found.exact is None
             assert found.token_ids == plain.token_ids
-    assert plain.token_ids != full_tokens(build("llama"), ids())
+    assert plain.token_ids != want()
 
 
 # Threads -------------------------------------------------------------------------------
@@ -298,7 +298,7 @@ def test_a_second_thread_is_busy_meanwhile() -> None:
         criteria = StoppingCriteriaList([_Stops(PROMPT + 3, asks_beside)])
         found = llm.generate(ids(), exact=True, max_new_tokens=NEW, stopping_criteria=criteria)
     assert len(errors) == 1
-    assert found.token_ids == full_tokens(build("llama"), ids())
+    assert found.token_ids == want()
 
 
 def test_the_loop_serves_generate_of_an_attached_model() -> None:
@@ -315,7 +315,7 @@ def test_the_loop_serves_generate_of_an_attached_model() -> None:
             do_sample=False,
             custom_generate=loop,
         )
-    assert out[0, PROMPT:].tolist() == full_tokens(model, ids())
+    assert out[0, PROMPT:].tolist() == want()
     assert loop.work.drafted > loop.work.accepted > 0
 
 

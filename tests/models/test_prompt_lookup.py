@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from hybrid_kv.models.exact_steps import PromptLookup
 from tests.models.exact_calls import answer, small
 from tests.serve.asking import small_model
 
-PERIOD = [5, 3, 9, 4, 7, 11, 6]
+PROMPT, NEW = [5, 3, 9, 4, 7, 11, 6] * 20, 40
+SAMPLED = {"do_sample": True, "temperature": 0.7}
 
 
 @pytest.mark.parametrize(
@@ -40,23 +42,26 @@ def test_what_followed_the_last_time(
     assert one_by_one.guess(more, count) == found
 
 
+@cache
+def want(seed: int, sampled: bool) -> list[int]:
+    with hkv.load(small_model(seed), config="full") as llm:
+        how = SAMPLED if sampled else {}
+        return llm.generate(PROMPT, max_new_tokens=NEW, seed=seed, **how).token_ids
+
+
 @pytest.mark.parametrize("settings", [{}, {"dense_extend_tokens": 1}, {"dense_extend_tokens": 3}])
 @pytest.mark.parametrize("sampled", [False, True])
 def test_steps_check_several_guesses_and_tokens_stay_those_of_full(
     settings: dict[str, int], sampled: bool
 ) -> None:
     """A prompt of one period: sharp logits of a small vocabulary often go on with it."""
-    prompt, new = PERIOD * 60, 60
-    how = {"do_sample": True, "temperature": 0.7} if sampled else {}
+    how = SAMPLED if sampled else {}
     steps = drafted = 0
     for seed in range(3):
-        model = small_model(seed)
-        with hkv.load(model, config="full") as llm:
-            want = llm.generate(prompt, max_new_tokens=new, seed=seed, **how).token_ids
-        with hkv.load(model, config=small("hybrid", **settings)) as llm:
-            given = torch.tensor([prompt])
-            found = answer(llm, given, seed=seed, exact=True, max_new_tokens=new, **how)
-        assert found.token_ids == want
+        with hkv.load(small_model(seed), config=small("hybrid", **settings)) as llm:
+            given = torch.tensor([PROMPT])
+            found = answer(llm, given, seed=seed, exact=True, max_new_tokens=NEW, **how)
+        assert found.token_ids == want(seed, sampled)
         assert found.exact is not None
         steps, drafted = steps + found.exact.steps, drafted + found.exact.drafted
     if settings.get("dense_extend_tokens") == 1:

@@ -205,7 +205,8 @@ def test_rows_that_go_on_from_shared_entries_are_one_call(
     """
     outs: list[list[Any]] = []
     works = []
-    steps = 150 if name == "hybrid" else 90  # its spare pages leave later
+    # A page leaves in the steps; the spare pages of hybrid leave later.
+    counts = [130 if name == "hybrid" else 70, *[1] * 20]
     for switch in ("1", "0"):
         monkeypatch.setenv("HYBRID_KV_ONE_CALL", switch)
         first = cache(SETTINGS[name])
@@ -215,9 +216,9 @@ def test_rows_that_go_on_from_shared_entries_are_one_call(
         again = shorter.fork()
         outs.append([])
         for kv in (first, shorter, again):
-            outs[-1] += [feed(kv, *tokens.next(1), softcap=2.0) for _ in range(steps)]
+            outs[-1] += [feed(kv, *tokens.next(count), softcap=2.0) for count in counts]
         twice = again.fork()
-        outs[-1] += [feed(twice, *tokens.next(1)) for _ in range(steps)]
+        outs[-1] += [feed(twice, *tokens.next(count)) for count in counts]
         for kv, extents in ((first, 2), (shorter, 2), (again, 2), (twice, 3)):
             seen = held(kv).extents
             assert len(seen) == extents
@@ -226,7 +227,8 @@ def test_rows_that_go_on_from_shared_entries_are_one_call(
             kv.check_integrity()
         works.append([kv.work for kv in (first, shorter, again, twice)])
     if name == "graph":  # begins at what all extents together found, and by itself at its own
-        masses = [torch.cat([out.lse for out in each]).exp().mean() for each in outs]
+        steps = [[out.lse for out in each if out.lse.shape[-1] == 1] for each in outs]
+        masses = [torch.cat(each).exp().mean() for each in steps]
         assert float(masses[0] / masses[1]) == pytest.approx(1, abs=0.01)
         return
     for one, parts in zip(*outs, strict=True):

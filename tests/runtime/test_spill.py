@@ -74,7 +74,7 @@ def test_no_method_depends_on_when_copies_arrive(
 ) -> None:
     monkeypatch.setenv("HYBRID_KV_ONE_CALL", "0")  # copies that come late are made op by op
     late, now, lane = caches(method, **settings_of(method), **further)
-    for new in (37, *[1] * 19, 3, 1, 40, *[1] * 6):
+    for new in (37, *[1] * 9, 3, 1, 40, *[1] * 5):
         q, entries = tokens(new, rows)
         outs = [attend(kv, q, entries) for kv in (late, now)]
         torch.testing.assert_close(*outs, rtol=0, atol=0)

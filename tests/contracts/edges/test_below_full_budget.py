@@ -27,6 +27,7 @@ from tests.contracts.architectures import (
 )
 from tests.contracts.edges.calls import CLOSE, TIERED, prompt, steps
 from tests.kit import held
+from tests.pairs import in_pairs
 
 LEAST = {
     "streaming_llm": {},
@@ -96,12 +97,19 @@ def top_k_attention(runs: ColdRuns) -> Callable[..., tuple[Tensor, None]]:
     return attention
 
 
-@pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name != "mistral"])
-@pytest.mark.parametrize("method", ["flat", "hybrid"])
+@pytest.mark.parametrize(
+    ("name", "method", "way"),
+    in_pairs(
+        [name for name in ARCHITECTURES if name != "mistral"],
+        ["flat", "hybrid"],
+        ["one call", "op by op"],
+    ),
+    indirect=["way"],
+)
 def test_each_head_attends_its_best_cold_tokens_and_everything_resident(
     name: str, method: str, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, ids, first = build(name), prompt(length=48), 29
+    model, ids, first = build(name), prompt(length=38), 29
     runs: ColdRuns = []
     settings = {
         **TIERED,

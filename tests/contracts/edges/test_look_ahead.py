@@ -47,7 +47,7 @@ def answers(model: Any, how: hkv.HybridConfig, call: dict[str, Any]) -> tuple[Te
                 placed(ids),
                 attention_mask=placed(mask),
                 **passing(cache),
-                max_new_tokens=12,
+                max_new_tokens=6,
                 do_sample=False,
                 **options,
             ).cpu()

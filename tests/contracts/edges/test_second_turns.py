@@ -15,7 +15,7 @@ from tests.contracts.edges.calls import CLOSE, PROMPT, config, fresh, greedy, pr
 from tests.contracts.edges.further_models import FURTHER, NOT_TIERED, further_config
 from tests.device.placement import placed
 
-NEW = 5
+NEW = 3
 
 
 def two_turns(model: PreTrainedModel, cache: Cache) -> tuple[Tensor, Tensor]:
