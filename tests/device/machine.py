@@ -561,7 +561,7 @@ class Machine:
         Raises:
             OutOfMemoryError: the device has less.
         """
-        with self.lock:
+        with self.lock, torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
             self._bury()
             if torch.is_inference_mode_enabled():
                 with torch._C._InferenceMode(False):
@@ -572,7 +572,7 @@ class Machine:
 
     def own(self, memory: Tensor, device: int) -> Block:
         """Counts memory as the device's, and fills it with what undefined memory may hold."""
-        with self.lock:
+        with self.lock, torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
             num_bytes = memory.untyped_storage().nbytes()
             if self.allocated[device] + num_bytes > self.limits[device]:
                 self.arrive()

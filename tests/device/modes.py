@@ -7,12 +7,22 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._dynamo.eval_frame import _FrameAction as FrameAction
+from torch._C._dynamo.eval_frame import _FrameExecStrategy as FrameExecStrategy
+from torch._C._dynamo.eval_frame import set_code_exec_strategy
 from torch._library.custom_ops import OPDEFS
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.device import tensors
-from tests.device.tensors import DeviceTensor, launch_like, on_device, running, value_of
+from tests.device.tensors import (
+    DeviceTensor,
+    device_of,
+    launch_like,
+    on_device,
+    running,
+    value_of,
+)
 
 _COPIES = (torch.tensor, torch.as_tensor)
 _EMPTY = (torch.empty, torch.empty_strided)
@@ -33,23 +43,7 @@ _FACTORIES = {
 }
 _DEVICE = Tensor.device.__get__  # type: ignore[attr-defined]
 _linear = torch.nn.functional.linear
-_ASKED = {
-    _DEVICE,
-    _linear,
-    torch.device,
-    torch.nn.functional.scaled_dot_product_attention,
-    Tensor.__getitem__,
-    Tensor.__setitem__,
-    Tensor.cuda,
-    Tensor.data_ptr,
-    Tensor.is_pinned,
-    Tensor.numpy,
-    Tensor.pin_memory,
-    Tensor.to,
-    Tensor.tolist,
-    Tensor.untyped_storage,
-}
-"""What means something else on a device when nothing is given by name; a tenth of all calls."""
+_sdpa = torch.nn.functional.scaled_dot_product_attention
 _OF_TORCH = ("aten", "prim", "prims")
 
 
@@ -66,42 +60,48 @@ def _index(device: object) -> int | None:
 
 
 class Functions(TorchFunctionMode):
-    """Calls from Python."""
+    """Calls from Python: most mean on a device what they mean on the host."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not kwargs and args and func not in _ASKED:
-            return func(*args)
-        if func is _linear and not kwargs and _is_product(args):
-            return _product(*args)
-        if func == _DEVICE and isinstance(args[0], DeviceTensor):
-            return torch.device("cuda", args[0].index)  # without a way through the dispatcher
-        kwargs = dict(kwargs or {})
-        if func is torch.device and len(args) == 1 and isinstance(args[0], int):
-            return torch.device("cuda", args[0])  # a number alone is one of the accelerator's
-        if func is Tensor.is_pinned:
-            return not isinstance(args[0], DeviceTensor) and running().is_pinned(args[0])
-        if func is Tensor.pin_memory:
-            return _page_locked(args[0].clone())
-        if kwargs.pop("pin_memory", False):
-            return _page_locked(func(*args, **kwargs))
-        there = _index(kwargs.get("device")) if "device" in kwargs else None
-        if func in _FACTORIES and there is not None:
-            if func is torch.as_tensor and isinstance(args[0], DeviceTensor):
-                return func(*args, **{k: v for k, v in kwargs.items() if k != "device"})
-            return made(func, args, kwargs, there)
-        if func in (Tensor.to, Tensor.cuda):
-            return _moved(func, args, kwargs)
-        if args and isinstance(args[0], DeviceTensor):
-            return _asked(func, args, kwargs)
-        if there is not None:
-            kwargs["device"] = torch.device("cuda", there)
+        if (own := _ASKED.get(func)) is not None:
+            return own(func, args, kwargs or {})
+        return _named(func, args, kwargs) if kwargs else func(*args)
+
+
+def _named(func: Any, args: Any, kwargs: Any) -> Any:
+    """A call that may name a device, or page-locked memory."""
+    kwargs = dict(kwargs)
+    if kwargs.pop("pin_memory", False):
+        return _page_locked(func(*args, **kwargs))
+    there = _index(kwargs.get("device"))
+    if there is None:
         return func(*args, **kwargs)
+    if func in _FACTORIES:
+        if func is torch.as_tensor and isinstance(args[0], DeviceTensor):
+            return func(*args, **{k: v for k, v in kwargs.items() if k != "device"})
+        return made(func, args, kwargs, there)
+    return func(*args, **{**kwargs, "device": torch.device("cuda", there)})
 
 
-def _asked(func: Any, args: Any, kwargs: Any) -> Any:
-    """A function of a tensor of the device."""
+def _device_of(func: Any, args: Any, kwargs: Any) -> torch.device:
+    if isinstance(args[0], DeviceTensor):
+        return device_of(args[0].index)  # without a way through the dispatcher
+    return func(*args)  # type: ignore[no-any-return]
+
+
+def _numbered(func: Any, args: Any, kwargs: Any) -> torch.device:
+    if len(args) == 1 and isinstance(args[0], int):
+        return torch.device("cuda", args[0])  # a number alone is one of the accelerator's
+    return func(*args, **kwargs)  # type: ignore[no-any-return]
+
+
+def _is_pinned(func: Any, args: Any, kwargs: Any) -> bool:
+    return not isinstance(args[0], DeviceTensor) and running().is_pinned(args[0])
+
+
+def _indexed(func: Any, args: Any, kwargs: Any) -> Any:
     tensor = args[0]
-    if func in (Tensor.__getitem__, Tensor.__setitem__):
+    if isinstance(tensor, DeviceTensor):
         index = args[1] if isinstance(args[1], tuple) else (args[1],)
         if any(isinstance(one, list) for one in index):  # which torch copies to the device
             index = tuple(
@@ -109,23 +109,42 @@ def _asked(func: Any, args: Any, kwargs: Any) -> Any:
                 for one in index
             )
             args = (tensor, index, *args[2:])
-        return func(*args, **kwargs)
-    if func is Tensor.data_ptr:
-        return tensor.inner.data_ptr()
-    if func is Tensor.untyped_storage:
-        return tensor.inner.untyped_storage()  # that of a wrapper lies nowhere: all at one address
-    if func is Tensor.tolist:
-        running().host_waits("tolist", running().current(tensor.index).here())
-        return tensor.inner.tolist()
-    if func is Tensor.numpy:
-        raise TypeError(f"can't convert cuda:{tensor.index} device type tensor to numpy")
-    if func is torch.nn.functional.scaled_dot_product_attention:
-        q, v = args[0], args[2] if len(args) > 2 else kwargs["value"]
-        shape = _on_meta((*q.shape[:-1], v.shape[-1]), q.dtype)
-        plain = [value_of(a) for a in args]
-        named = {k: value_of(a) for k, a in kwargs.items()}
-        return launch_like("sdpa", shape, q.index, lambda: func(*plain, **named), *plain)
+    return func(*args)
+
+
+def _of_values(func: Any, args: Any, kwargs: Any) -> Any:
+    """Of a wrapper storages lie nowhere, all at one address."""
+    tensor = args[0]
+    return func(tensor.inner if isinstance(tensor, DeviceTensor) else tensor)
+
+
+def _listed(func: Any, args: Any, kwargs: Any) -> Any:
+    tensor = args[0]
+    if not isinstance(tensor, DeviceTensor):
+        return func(tensor)
+    running().host_waits("tolist", running().current(tensor.index).here())
+    return tensor.inner.tolist()
+
+
+def _as_array(func: Any, args: Any, kwargs: Any) -> Any:
+    if isinstance(args[0], DeviceTensor):
+        raise TypeError(f"can't convert cuda:{args[0].index} device type tensor to numpy")
     return func(*args, **kwargs)
+
+
+def _attended(func: Any, args: Any, kwargs: Any) -> Any:
+    q = args[0] if args else None
+    if not isinstance(q, DeviceTensor):
+        return func(*args, **kwargs)
+    v = args[2] if len(args) > 2 else kwargs["value"]
+    shape = _on_meta((*q.shape[:-1], v.shape[-1]), q.dtype)
+    plain = [value_of(a) for a in args]
+    named = {k: value_of(a) for k, a in kwargs.items()}
+    return launch_like("sdpa", shape, q.index, lambda: func(*plain, **named), *plain)
+
+
+def _mapped_linearly(func: Any, args: Any, kwargs: Any) -> Any:
+    return _product(*args) if not kwargs and _is_product(args) else func(*args, **kwargs)
 
 
 def _is_product(args: Any) -> bool:
@@ -209,18 +228,42 @@ def _page_locked(tensor: Tensor) -> Tensor:
 
     import numpy as np
 
-    raw = np.empty(max(1, tensor.untyped_storage().nbytes()), np.uint8)
-    address = raw.ctypes.data
-    locked = torch.from_numpy(raw)[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-    locked.copy_(tensor)
+    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+        raw = np.empty(max(1, tensor.untyped_storage().nbytes()), np.uint8)
+        address = raw.ctypes.data
+        locked = torch.from_numpy(raw)[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        locked.copy_(tensor)
     told = running()
     told.pin(address, raw.nbytes, of_torch=True)
     weakref.finalize(raw, told.unpin, address).atexit = False
     return locked
 
 
+_ASKED = {
+    _DEVICE: _device_of,
+    _linear: _mapped_linearly,
+    _sdpa: _attended,
+    torch.device: _numbered,
+    Tensor.__getitem__: _indexed,
+    Tensor.__setitem__: _indexed,
+    Tensor.cuda: _moved,
+    Tensor.data_ptr: _of_values,
+    Tensor.is_pinned: _is_pinned,
+    Tensor.numpy: _as_array,
+    Tensor.pin_memory: lambda func, args, kwargs: _page_locked(args[0].clone()),
+    Tensor.to: _moved,
+    Tensor.tolist: _listed,
+    Tensor.untyped_storage: _of_values,
+}
+"""What means something else on a device when nothing is given by name; a tenth of all calls."""
+
+
 class Operators(TorchDispatchMode):
     """Factories inside composite operators."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # it is told below, once: by torch's way each operator takes twice as long
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -228,7 +271,8 @@ class Operators(TorchDispatchMode):
             with Operators(), Functions():  # Python's, which a device runs as it is
                 return own._init_fn(*args, **kwargs)
         if DeviceTensor in types:  # at once, without a second way through the dispatcher
-            return DeviceTensor.__torch_dispatch__(func, types, args, kwargs)
+            with torch._C.DisableTorchFunction():  # what it asks of values means what it says
+                return DeviceTensor.__torch_dispatch__(func, types, args, kwargs)
         index = _index(kwargs.get("device")) if "device" in kwargs else None
         if index is None:
             return func(*args, **kwargs)
@@ -239,5 +283,10 @@ class Operators(TorchDispatchMode):
         kept = {k: v for k, v in kwargs.items() if k != "pin_memory"}
         return made(func, args, kept, index)
 
+
+set_code_exec_strategy(
+    Operators.__torch_dispatch__.__code__, FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP)
+)
+"""Dynamo traces neither an operator of a device nor what it calls."""
 
 __all__ = ["Functions", "Operators", "made", "on_device"]

@@ -85,7 +85,7 @@ class DeviceTensor(Tensor):
 
 
 @cache
-def _device(index: int) -> torch.device:
+def device_of(index: int) -> torch.device:
     return torch.device("cuda", index)
 
 
@@ -96,7 +96,7 @@ def _wrapper_of(inner: Tensor, index: int) -> DeviceTensor:
         inner.stride(),
         inner.storage_offset(),
         dtype=inner.dtype,
-        device=_device(index),
+        device=device_of(index),
     )
 
 
@@ -441,7 +441,7 @@ def to_host(target: Tensor, source: DeviceTensor, non_blocking: bool) -> None:
 
 
 _HANDLED: dict[Any, Callable[..., Any]] = {
-    torch.ops.prim.device.default: lambda tensor: _device(tensor.index),
+    torch.ops.prim.device.default: lambda tensor: device_of(tensor.index),
     aten._local_scalar_dense.default: _scalar,
     aten.item.default: _scalar,
     aten.is_nonzero.default: lambda tensor: bool(_scalar(tensor)),

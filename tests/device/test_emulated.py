@@ -6,15 +6,19 @@ import contextlib
 import gc
 import importlib
 import io
+import math
 import sys
 import threading
 import time
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._C._dynamo import eval_frame
+from torch._dynamo.types import ConvertFrameReturn
 
 from tests.device import CaptureError, HostWaitsError, Machine, emulated, why_not
 from tests.device.cuda import values
@@ -405,6 +409,29 @@ class TestTimes:
     def test_ranges_may_be_named(self) -> None:
         with emulated(), torch.cuda.nvtx.range("a range"):
             pass
+
+
+def test_dynamo_looks_at_no_operator_of_a_device() -> None:
+    """It would trace, compile and guard what is the device's own."""
+    seen: list[str] = []
+
+    def look(frame: Any, *_: object) -> ConvertFrameReturn:
+        seen.append(frame.f_code.co_name)
+        return ConvertFrameReturn()
+
+    def work(x: Tensor) -> Tensor:
+        return x.sin()
+
+    with emulated():
+        x = torch.ones(3, device="cuda")
+        eval_frame.set_eval_frame(look)  # as while a compiled function runs
+        try:
+            y = work(x)
+        finally:
+            eval_frame.set_eval_frame(None)
+        assert values(y).tolist() == pytest.approx([math.sin(1)] * 3)
+    assert seen[:2] == ["work", "__torch_function__"]
+    assert not {"__torch_dispatch__", "known_of", "launch"} & {*seen}
 
 
 def test_what_is_imported_meanwhile_stays() -> None:
