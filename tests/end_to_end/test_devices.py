@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -13,8 +14,11 @@ from hybrid_kv.eval.needle import make_sample
 from hybrid_kv.models.cache_state import passing
 from hybrid_kv.models.load import NEEDLE_PATH
 
-NEW = 20  # more than a window of 16: pages leave it while tokens are made
-TIERED: dict[str, Any] = {"sink_tokens": 16, "window_tokens": 16, "index_build": "wait"}
+NEW = 8  # more than a window of 4: pages leave it while tokens are made
+TIERED: dict[str, Any] = {
+    **{"page_size": 4, "sink_tokens": 4, "window_tokens": 4},
+    "index_build": "wait",
+}
 SMALL: dict[str, Any] = {**TIERED, "prefill_chunk_tokens": 150}
 EXACT: dict[str, dict[str, Any]] = {
     "full": {"method": "full"},
@@ -47,11 +51,16 @@ def device(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-@pytest.fixture(scope="module")
-def ids() -> torch.Tensor:
+@cache
+def question() -> torch.Tensor:
     """[1, tokens]: a context with its first question."""
     sample = make_sample("key_value", 777, num_records=24, num_questions=1, seed=5)
     return torch.tensor([[*sample.context.tolist(), *sample.questions[0].ids]])
+
+
+@pytest.fixture
+def ids() -> torch.Tensor:
+    return question()
 
 
 def needle(device: str) -> PreTrainedModel:
@@ -66,8 +75,14 @@ def plain_tokens(model: PreTrainedModel, ids: torch.Tensor, **options: Any) -> l
 
 
 @pytest.fixture(scope="module")
-def expected(ids: torch.Tensor) -> list[int]:
-    return plain_tokens(needle("cpu"), ids)[0][ids.shape[1] :]
+def expected() -> list[int]:
+    return plain_tokens(needle("cpu"), question())[0][question().shape[1] :]
+
+
+@cache
+def by_the_definitions(method: str) -> list[int]:
+    """What a CPU says at a small budget."""
+    return tokens_on("cpu", question(), {**SPARSE[method], "backend": "reference"})
 
 
 def tokens_on(device: str, ids: torch.Tensor, settings: dict[str, Any]) -> list[int]:
@@ -89,10 +104,9 @@ def test_a_full_budget_gives_the_tokens_of_full_attention(
 def test_a_small_budget_gives_the_tokens_of_the_definitions(
     device: str, ids: torch.Tensor, expected: list[int], method: str
 ) -> None:
-    settings = SPARSE[method]
-    exact = tokens_on("cpu", ids, {**settings, "backend": "reference"})
-    assert tokens_on(device, ids, settings) == exact
-    assert exact != expected, "the budget must be small enough to change the text"
+    defined = by_the_definitions(method)
+    assert tokens_on(device, ids, SPARSE[method]) == defined
+    assert defined != expected, "the budget must be small enough to change the text"
 
 
 def test_an_attached_model_answers_as_without(
@@ -105,15 +119,25 @@ def test_an_attached_model_answers_as_without(
     assert plain_tokens(model, here)[0][ids.shape[1] :] == expected
 
 
-def test_rows_of_a_padded_batch_are_as_without(device: str, ids: torch.Tensor) -> None:
-    model = needle(device)
+def padded_rows(device: str, ids: torch.Tensor) -> dict[str, torch.Tensor]:
     rows = torch.cat([ids, ids.roll(101, 1)]).to(device)
     mask = torch.ones_like(rows)
     mask[1, :97] = 0
-    alone = plain_tokens(model, rows, attention_mask=mask)
+    return {"ids": rows, "attention_mask": mask}
+
+
+@pytest.fixture(scope="module")
+def rows_without() -> list[list[int]]:
+    return plain_tokens(needle("cpu"), **padded_rows("cpu", question()))
+
+
+def test_rows_of_a_padded_batch_are_as_without(
+    device: str, ids: torch.Tensor, rows_without: list[list[int]]
+) -> None:
+    model = needle(device)
     with hkv.attach(model, hkv.HybridConfig(**EXACT["offloaded"])) as runtime:
-        tiered = plain_tokens(model, rows, attention_mask=mask, **passing(runtime.cache()))
-    assert tiered == alone
+        tiered = plain_tokens(model, **padded_rows(device, ids), **passing(runtime.cache()))
+    assert tiered == rows_without
 
 
 def test_a_kept_context_answers_as_a_whole_prompt(
@@ -123,8 +147,8 @@ def test_a_kept_context_answers_as_a_whole_prompt(
     with hkv.load("needle", device=device, dtype="float32", config=config) as llm:
         kept = llm.context(ids[:, :400])
         for _ in range(2):  # the second question finds the cache as the first one did
-            got = kept.ask(ids[:, 400:], max_new_tokens=9, min_new_tokens=9)
-            assert got.token_ids == expected[:9]
+            got = kept.ask(ids[:, 400:], max_new_tokens=6, min_new_tokens=6)
+            assert got.token_ids == expected[:6]
 
 
 @pytest.mark.gpu(real=True)
