@@ -42,7 +42,9 @@ def tokens(count: int, seed: int = 1) -> Tensor:
     return torch.randint(0, VOCAB, (1, count), generator=torch.Generator().manual_seed(seed))
 
 
-def small(method: str, context: int = 300, budget: str = "80") -> hkv.HybridConfig:
+def small(
+    method: str, context: int = 300, budget: str = "80", page_size: int = 16
+) -> hkv.HybridConfig:
     """A method with small sinks and window at a small budget, where it takes one."""
     sizes = {"sink_tokens": 16, "window_tokens": 32}
     own: dict[str, object] = {
@@ -50,7 +52,9 @@ def small(method: str, context: int = 300, budget: str = "80") -> hkv.HybridConf
     }
     if method == "locret":
         own["heads"] = "drawn"  # see the fixture untrained_heads
-    config = hkv.HybridConfig.from_settings({"method": method, "index_build": "wait", **own})
+    config = hkv.HybridConfig.from_settings(
+        {"method": method, "index_build": "wait", "page_size": page_size, **own}
+    )
     try:
         return config.at_budget(budget, context)
     except ConfigError:
