@@ -16,7 +16,8 @@ import hybrid_kv as hkv
 from hybrid_kv.errors import CapacityError, PinnedMemoryWarning
 from hybrid_kv.models.cache_state import passing
 from hybrid_kv.models.hf_cache import TieredCache
-from hybrid_kv.ops import pinned
+from hybrid_kv.ops import pinned, tail
+from hybrid_kv.store import pinned_allocator
 from hybrid_kv.store.pinned_allocator import PinnedAllocator
 from tests.device import emulated
 from tests.device.cuda import values
@@ -213,10 +214,14 @@ def test_a_turn_for_which_memory_lacks_is_said_again_when_it_is_there() -> None:
         torch.testing.assert_close(one, other, atol=ROUNDING, rtol=0)
 
 
-def test_a_captured_step_goes_on_while_the_cold_tier_grows() -> None:
-    """Addresses change once: moments of twice the entries have more clusters."""
+def test_a_captured_step_goes_on_while_the_cold_tier_grows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Addresses change once: moments of more entries have more clusters."""
     config = CONFIGS["device"]
-    count = 300  # more than the 256 entries that are locked ahead
+    monkeypatch.setattr(pinned_allocator, "pinned_room", lambda count: 32)
+    monkeypatch.setattr(tail, "_LEAST_GROWTH", 40)
+    count = 56  # more than what is locked ahead, and than moments stay as they are for
 
     def steps(chat: Chat) -> None:
         chat.say(131, 1)
