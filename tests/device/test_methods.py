@@ -20,13 +20,14 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::hybrid_kv.errors.BackendWarning"),
 ]
 
-TURNS = [tokens(260), *(tokens(1, 2 + number) for number in range(5))]
+PAGE = 4
+TURNS = [tokens(258), *(tokens(1, 2 + number) for number in range(4))]
 """A prompt, and steps in the middle of which pages leave the window."""
 
 
 @pytest.mark.parametrize("method", sorted(METHODS))
 def test_a_method_gives_what_it_gives_on_the_host(method: str) -> None:
-    config = small(method)
+    config = small(method, page_size=PAGE)
     expected = logits_of(llama(), config, TURNS)
     with emulated(schedule="late"):
         found = logits_of(llama().to("cuda"), config, TURNS)  # type: ignore[arg-type]

@@ -17,6 +17,7 @@ from tests.device.models import llama, logits_of, small, tokens
 
 ROUNDING = 2e-4
 METHODS = ("full", "quest", "streaming_llm")
+PAGE = 4
 
 
 def assert_alike(found: list[Tensor], expected: list[Tensor]) -> None:
@@ -28,19 +29,20 @@ def assert_alike(found: list[Tensor], expected: list[Tensor]) -> None:
     ("method", "schedule"), [(one, "late") for one in METHODS] + [("quest", "ahead")]
 )
 def test_steps_by_numbers_give_what_the_host_gives(method: str, schedule: Schedule) -> None:
-    """Pages begin and leave, the pool and the table are outgrown."""
-    turns = [tokens(130), *(tokens(1, 2 + number) for number in range(40))]
+    """Pages begin and leave; a list of 60 pages outgrows its room for 64."""
+    config = small(method, page_size=PAGE)
+    turns = [tokens(239), *(tokens(1, 2 + number) for number in range(20))]
     with emulated(schedule=schedule, kernels="defined") as machine:
-        found = logits_of(llama().to("cuda"), small(method), turns)  # type: ignore[arg-type]
-    assert machine.counts.kernels["append_at"] == 2 * 39
-    assert_alike(found, logits_of(llama(), small(method), turns))
+        found = logits_of(llama().to("cuda"), config, turns)  # type: ignore[arg-type]
+    assert machine.counts.kernels["append_at"] == 2 * 19
+    assert_alike(found, logits_of(llama(), config, turns))
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_forks_crops_and_failed_steps_keep_their_places(method: str) -> None:
     def steps(device: str) -> tuple[list[Tensor], object]:
         model, parts = llama().to(device), []  # type: ignore[arg-type]
-        with torch.inference_mode(), hkv.attach(model, small(method)) as runtime:
+        with torch.inference_mode(), hkv.attach(model, small(method, page_size=PAGE)) as runtime:
             cache = runtime.cache()
 
             def forward(one: TieredCache, seed: int, count: int = 1) -> None:
@@ -56,7 +58,7 @@ def test_forks_crops_and_failed_steps_keep_their_places(method: str) -> None:
             cache.kv.work = Work()  # what has failed is counted as far as it came
             cache.crop(-3)
             other = cache.fork()
-            for number in range(40):
+            for number in range(10):
                 forward(cache, 20 + number)
                 forward(other, 120 + number)
             forward(other, 3, 5)

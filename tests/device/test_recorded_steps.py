@@ -20,9 +20,9 @@ from tests.device.machine import Schedule
 from tests.device.models import llama, logits_of, small, tokens
 
 ROUNDING = 2e-4
-BY_DEVICE = small("hybrid").replace(select="device")
-BY_HOST = small("hybrid").replace(**{"select": "host", "cold.index.kind": "flat"})
-STEPS = [tokens(1, 2 + number) for number in range(20)]
+BY_DEVICE = small("hybrid", page_size=8).replace(select="device")
+BY_HOST = small("hybrid", page_size=8).replace(**{"select": "host", "cold.index.kind": "flat"})
+STEPS = [tokens(1, 2 + number) for number in range(11)]
 
 
 def on_device(
@@ -75,11 +75,11 @@ def test_rows_of_other_lengths_replay_their_own_results(monkeypatch: pytest.Monk
 
     def steps(device: str, config: hkv.HybridConfig) -> list[Tensor]:
         model = llama().to(device)  # type: ignore[arg-type]
-        mask = torch.ones(2, length + 20, dtype=torch.long)
+        mask = torch.ones(2, length + len(STEPS), dtype=torch.long)
         mask[0, :hidden] = 0
         with torch.inference_mode(), hkv.attach(model, config) as runtime:
             cache, parts = runtime.cache(), []
-            for end in range(length, length + 20):
+            for end in range(length, length + len(STEPS)):
                 count = length if end == length else 1
                 ids = torch.cat([tokens(count, end), tokens(count, 2 * end)]).to(device)
                 seen = mask[:, :end].to(device)
@@ -91,7 +91,7 @@ def test_rows_of_other_lengths_replay_their_own_results(monkeypatch: pytest.Monk
     with emulated(schedule="late", kernels="defined") as machine:
         found = steps("cuda", BY_DEVICE)
     assert_alike(found, steps("cpu", BY_HOST))
-    assert machine.counts.replays > 20
+    assert machine.counts.replays > len(STEPS)
 
 
 def test_forks_of_other_lengths_search_their_own_entries() -> None:

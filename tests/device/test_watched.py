@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
 from torch import Tensor
@@ -14,14 +16,15 @@ from tests.device.cuda import values
 from tests.device.machine import Schedule
 from tests.device.models import llama, small, tokens
 from tests.device.placement import device, placed
-from tests.device.test_conversations import CONFIGS, ROUNDING
+from tests.device.test_conversations import CONFIGS, PAGE, ROUNDING
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::hybrid_kv.errors.BackendWarning"),
     pytest.mark.filterwarnings("ignore::hybrid_kv.errors.DeviceSelectWarning"),
 ]
 
-PROMPT, STEPS = 203, 19
+PROMPT, STEPS = 203, 11
+"""A page leaves in the steps of each cache."""
 NO_LIMITS = {"max_missed_mass": None, "max_output_error": None, "min_recall": 0, "action": "raise"}
 """By that action every look is waited for: else some are passed over on a busy machine."""
 
@@ -51,13 +54,16 @@ def joint_steps(config: hkv.HybridConfig) -> list[Tensor]:
     return found
 
 
+joint_steps_on_the_host = cache(joint_steps)
+
+
 @pytest.mark.parametrize(
     ("config", "schedule"),
     [("full", "late"), ("device", "late"), ("device", 3), ("host", 3)],
 )
 def test_joint_steps_give_each_cache_its_own(config: str, schedule: Schedule) -> None:
-    settings = CONFIGS.get(config) or small(config)
-    expected = joint_steps(settings)
+    settings = CONFIGS.get(config) or small(config, page_size=PAGE)
+    expected = joint_steps_on_the_host(settings)
     with emulated(schedule=schedule, kernels="defined"):
         found = joint_steps(settings)
     for one, other in zip(found, expected, strict=True):
@@ -67,7 +73,7 @@ def test_joint_steps_give_each_cache_its_own(config: str, schedule: Schedule) ->
 def answered(config: hkv.HybridConfig) -> hkv.Generation:
     model = placed(llama())
     with hkv.load(model, config=config) as llm:
-        return llm.context(tokens(PROMPT)[0].tolist()).ask([3, 5, 7], max_new_tokens=STEPS)
+        return llm.context(tokens(PROMPT)[0].tolist()).ask([3, 5, 7], max_new_tokens=15)
 
 
 @pytest.mark.parametrize("select", ["device", "host"])
@@ -88,7 +94,9 @@ def test_an_audit_finds_what_it_finds_on_the_host(select: str) -> None:
 
 
 def test_layers_are_searched_ahead_and_attend_what_they_attend_on_the_host() -> None:
-    config = small("hybrid").replace(select="host", estimate="none", look_ahead="always")
+    config = small("hybrid", page_size=PAGE).replace(
+        select="host", estimate="none", look_ahead="always"
+    )
     found: list[tuple[list[Tensor], list[dict[str, object]]]] = []
 
     def play() -> None:
