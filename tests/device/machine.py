@@ -594,9 +594,9 @@ class Machine:
                 pool = capture.pool
                 capture.memory.append(whole)
             else:
-                for freed in queue.freed:
-                    queue.tell(Launch("freed", partial(poison, freed)))
-                queue.freed.clear()
+                if freed := queue.freed:
+                    queue.tell(Launch("freed", partial(_poison_all, freed)))
+                    queue.freed = []
             return Block(whole, queue, pool, self._dead)
 
     def _ran_out(self, num_bytes: int, device: int) -> str:
@@ -668,6 +668,11 @@ class Machine:
 def poison(memory: Tensor) -> None:
     """Overwrites the whole of an allocation with what nobody can have meant."""
     memory.fill_(_undefined(memory.dtype))
+
+
+def _poison_all(memory: Sequence[Tensor]) -> None:
+    for one in memory:
+        poison(one)
 
 
 @cache
