@@ -593,10 +593,9 @@ class Machine:
             if capture is not None and queue in capture.streams:
                 pool = capture.pool
                 capture.memory.append(whole)
-            else:
-                if freed := queue.freed:
-                    queue.tell(Launch("freed", partial(_poison_all, freed)))
-                    queue.freed = []
+            elif freed := queue.freed:
+                queue.tell(Launch("freed", partial(_poison_all, freed)))
+                queue.freed = []
             return Block(whole, queue, pool, self._dead)
 
     def _ran_out(self, num_bytes: int, device: int) -> str:

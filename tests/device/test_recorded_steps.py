@@ -20,8 +20,10 @@ from tests.device.machine import Schedule
 from tests.device.models import llama, logits_of, small, tokens
 
 ROUNDING = 2e-4
-BY_DEVICE = small("hybrid", page_size=8).replace(select="device")
-BY_HOST = small("hybrid", page_size=8).replace(**{"select": "host", "cold.index.kind": "flat"})
+ON_DEVICE = {"select": "device"}
+ON_HOST = {"select": "host", "cold.index.kind": "flat"}
+BY_DEVICE = small("hybrid", page_size=8).replace(**ON_DEVICE)
+BY_HOST = small("hybrid", page_size=8).replace(**ON_HOST)
 STEPS = [tokens(1, 2 + number) for number in range(11)]
 
 
@@ -89,8 +91,8 @@ def test_rows_of_other_lengths_replay_their_own_results(monkeypatch: pytest.Monk
         return parts
 
     with emulated(schedule="late", kernels="defined") as machine:
-        found = steps("cuda", BY_DEVICE.replace(page_size=16))
-    assert_alike(found, steps("cpu", BY_HOST.replace(page_size=16)))
+        found = steps("cuda", small("hybrid").replace(**ON_DEVICE))
+    assert_alike(found, steps("cpu", small("hybrid").replace(**ON_HOST)))
     assert machine.counts.replays > count
 
 
