@@ -19,7 +19,7 @@ from hybrid_kv.models import hf_attention
 from hybrid_kv.models.cache_state import CACHE_ARGUMENT, outside_graphs, passed, renamed
 from hybrid_kv.models.hf_cache import ServedCache, TieredCache
 from hybrid_kv.models.layer_major import LayerMajorPrefill
-from hybrid_kv.models.support import max_context, text_config, text_parts
+from hybrid_kv.models.support import text_config, text_parts
 from hybrid_kv.plugins import Method
 from hybrid_kv.runtime import check_host_memory
 from hybrid_kv.types import ModelInfo, bytes_per_token
@@ -231,7 +231,7 @@ class Serving:
 
     def check_context(self, num_tokens: int) -> None:
         """Raises ConfigError where `num_tokens` exceed what the model was made for."""
-        limit = max_context(self.text_config)
+        limit = getattr(self.text_config, "max_position_embeddings", None)
         if limit is not None and num_tokens > limit:
             raise ConfigError(
                 f"context must be at most {limit} tokens for this model, got {num_tokens}; shorten "
