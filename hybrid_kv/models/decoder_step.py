@@ -11,26 +11,55 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 from torch.nn.modules import module as torch_module
-from transformers.activations import SiLUActivation
+from transformers.activations import GELUTanh, SiLUActivation
 
 from hybrid_kv.models.cache_state import CACHE_NAMES, is_compiled, passed, replaced
 from hybrid_kv.models.few_tokens import is_small
 from hybrid_kv.models.hf_attention import hybrid_attention
 from hybrid_kv.models.hf_cache import ServedCache
 from hybrid_kv.models.packed_linear import PackedLinear
+from hybrid_kv.ops.native.bindings import GELU_TANH, SILU
 from hybrid_kv.ops.native.decoder import BoundDecoder, DecoderWeights, Matrix, Norm
 from hybrid_kv.ops.native.library import Pool, engine_state, pool_here
 from hybrid_kv.ops.native.linear import MAX_TOKENS, PLAIN, TensorLayout, multiplies
 
-_FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
-"""Of transformers, whose layers compute what `hybrid_kv_decoder.h` says. Their classes have these
-names in front of `DecoderLayer`, `Attention`, `MLP` and `RMSNorm`."""
+_BEFORE = {"before_attention": "input_layernorm", "before_feed_forward": "post_attention_layernorm"}
+_AROUND = {
+    **{"before_attention": "input_layernorm", "after_attention": "post_attention_layernorm"},
+    **{"before_feed_forward": "pre_feedforward_layernorm"},
+    **{"after_feed_forward": "post_feedforward_layernorm"},
+}
+
+
+class _Family(NamedTuple):
+    """Layers of transformers that compute what `hybrid_kv_decoder.h` says; in what they differ.
+
+    norms: their names there, and as modules of a layer. zero_centred, epsilon: of these, the second
+    as an attribute. has_softcap: whether scores of attention may be capped.
+    """
+
+    norms: dict[str, str] = _BEFORE
+    zero_centred: bool = False
+    epsilon: str = "variance_epsilon"
+    has_softcap: bool = False
+
+
+_LIKE_LLAMA = _Family()
+_FAMILIES = {
+    **dict.fromkeys(("Llama", "Mistral", "Qwen2", "Qwen3", "Granite"), _LIKE_LLAMA),
+    "Gemma": _Family(_BEFORE, zero_centred=True, epsilon="eps"),
+    "Gemma2": _Family(_AROUND, zero_centred=True, epsilon="eps", has_softcap=True),
+    "Gemma3": _Family(_AROUND, zero_centred=True, epsilon="eps"),
+}
+"""By the name that their classes have in front of `DecoderLayer`, `Attention`, `MLP`, `RMSNorm`."""
+_NUMBERS = ("variance_epsilon", "eps", "residual_multiplier", "act", "_norm")
+"""What parts of a layer compute with beside their weights."""
 _INPUTS = {"attention_mask", "position_ids", "use_cache", "position_embeddings", *CACHE_NAMES}
 """Arguments that such a layer takes beside its hidden states."""
 
@@ -47,7 +76,7 @@ class DecoderSteps:
 
     def __init__(self, model: nn.Module, pays: Pays) -> None:
         able = engine_state().isa is not None
-        self._layers = [DecoderStep(m, pays) for m in model.modules() if able and _is_known(m)]
+        self._layers = [DecoderStep(m, pays) for m in model.modules() if able and _family_of(m)]
 
     @contextmanager
     def served(self, num_tokens: int) -> Iterator[None]:
@@ -71,6 +100,7 @@ class DecoderStep:
         self._by_tokens: dict[int, BoundDecoder | None] = {}
         self._bound: BoundDecoder | None = None  # of the step that passes
         self._pool: Pool | None = None
+        self._has_softcap = False
 
     def begin(self, num_tokens: int, pool: Pool | None) -> bool:
         """Whether the engine computes this layer in a step of so many tokens, by these threads."""
@@ -86,9 +116,10 @@ class DecoderStep:
                 or part._forward_pre_hooks
             ):
                 return False
-        key: list[Any] = [type(layer).forward]
+        key: list[Any] = [type(layer).forward, layer.__dict__.get("residual_multiplier")]
         for part in parts:
-            key += (part, type(part).forward, part.__dict__.get("variance_epsilon"))
+            key += (part, type(part).forward, getattr(type(part), "_norm", None))
+            key += map(part.__dict__.get, _NUMBERS)
             key += [
                 TensorLayout.of(one) if isinstance(one, Tensor) and type(one) in PLAIN else id(one)
                 for one in part._parameters.values()
@@ -122,7 +153,10 @@ class DecoderStep:
         attention: Any = self.layer.self_attn
         k, v = cache.update(k, v, attention.layer_idx)
         mask = kwargs.get("attention_mask")
-        attended, _ = hybrid_attention(attention, q, k, v, mask, scaling=attention.scaling)
+        softcap = attention.attn_logit_softcapping if self._has_softcap else None
+        attended, _ = hybrid_attention(
+            *(attention, q, k, v, mask), scaling=attention.scaling, softcap=softcap
+        )
         return bound.outputs(hidden_states, attended, self._pool)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -133,14 +167,14 @@ class DecoderStep:
         """The engine's calls with the weights as they are; None where it cannot have them, or would
         not be faster.
         """
-        if not _is_known(self.layer):
+        family = _family_of(self.layer)
+        if family is None:
             return None
         layer: Any = self.layer
         attention, feed_forward = layer.self_attn, layer.mlp
         dtype: torch.dtype = layer.input_layernorm.weight.dtype
-        norms = {
-            "before_attention": layer.input_layernorm,
-            "before_feed_forward": layer.post_attention_layernorm,
+        norms = {name: getattr(layer, own) for name, own in family.norms.items()}
+        norms |= {
             "of_queries": getattr(attention, "q_norm", None),
             "of_keys": getattr(attention, "k_norm", None),
         }
@@ -154,7 +188,7 @@ class DecoderStep:
             "down": feed_forward.down_proj,
         }
         weights: dict[str, Any] = {
-            name: None if norm is None else Norm(norm.weight, norm.variance_epsilon)
+            name: norm and Norm(norm.weight, getattr(norm, family.epsilon), family.zero_centred)
             for name, norm in norms.items()
         }
         if any(one and not _is_plain(one.weight, dtype) for one in weights.values()):
@@ -165,6 +199,11 @@ class DecoderStep:
                 return None
         if all(type(one) is nn.Linear and is_small(one.weight) for one in linear.values()):
             return None  # of which no trial tells
+        weights["activation"] = _activation(feed_forward.act_fn)
+        weights["residual_scale"] = getattr(layer, "residual_multiplier", 1.0)
+        if weights["residual_scale"] == 0:
+            return None
+        self._has_softcap = family.has_softcap
         return BoundDecoder(DecoderWeights(**weights), attention.head_dim)
 
     def _matrix(self, module: nn.Module, dtype: torch.dtype, num_tokens: int) -> Matrix | None:
@@ -196,22 +235,41 @@ def _is_plain(tensor: Tensor, dtype: torch.dtype) -> bool:
     )
 
 
-def _is_known(layer: nn.Module) -> bool:
-    """Whether a layer and its parts are of transformers' classes, with their forwards."""
-    family = type(layer).__name__.removesuffix("DecoderLayer")
-    if family not in _FAMILIES:
-        return False
+def _family_of(layer: nn.Module) -> _Family | None:
+    """Family of a layer of which all parts are of transformers' classes, with their forwards."""
+    name = type(layer).__name__.removesuffix("DecoderLayer")
+    family = _FAMILIES.get(name)
+    if family is None:
+        return None
     attention, feed_forward = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
-    norms = [getattr(layer, name, None) for name in ("input_layernorm", "post_attention_layernorm")]
-    norms += [getattr(attention, name) for name in ("q_norm", "k_norm") if hasattr(attention, name)]
+    norms = [getattr(layer, one, None) for one in family.norms.values()]
+    norms += [getattr(attention, one) for one in ("q_norm", "k_norm") if hasattr(attention, one)]
     named: list[tuple[Any, str]] = [(norm, "RMSNorm") for norm in norms]
     named += [(layer, "DecoderLayer"), (attention, "Attention"), (feed_forward, "MLP")]
-    home = f"transformers.models.{family.lower()}.modeling_{family.lower()}"
-    return type(getattr(feed_forward, "act_fn", None)) in (nn.SiLU, SiLUActivation) and all(
-        (type(part).__module__, type(part).__name__) == (home, family + name)
-        and type(part).forward.__module__ == home  # else somebody has put another one there
-        for part, name in named
+    home = f"transformers.models.{name.lower()}.modeling_{name.lower()}"
+    is_known = _activation(getattr(feed_forward, "act_fn", None)) is not None and all(
+        (type(part).__module__, type(part).__name__) == (home, name + kind)
+        # Else somebody has put another one there.
+        and all(
+            own.__module__ == home
+            for own in (type(part).forward, getattr(type(part), "_norm", None))
+            if own is not None
+        )
+        and "_norm" not in part.__dict__
+        for part, kind in named
     )
+    return family if is_known else None
+
+
+def _activation(module: object) -> int | None:
+    """Activation of a feed-forward as the engine counts them; None where it has no such."""
+    if type(module) in (nn.SiLU, SiLUActivation):
+        return SILU
+    if type(module) is not GELUTanh:
+        return None
+    act: Any = module.act
+    is_own = isinstance(act, partial) and act.func is nn.functional.gelu and not act.args
+    return GELU_TANH if is_own and act.keywords == {"approximate": "tanh"} else None
 
 
 def _is_watched() -> bool:

@@ -3,7 +3,8 @@
  *
  *   x = norm(hidden); queries, keys, values = x W^T; queries and keys are normed and rotated
  *   (attention)
- *   hidden += attended W^T; x = norm(hidden); hidden += (silu(x W_gate^T) * x W_up^T) W_down^T
+ *   hidden += residual_scale * norm(attended W^T)
+ *   x = norm(hidden); hidden += residual_scale * norm((activation(x W_gate^T) * x W_up^T) W_down^T)
  */
 #ifndef HYBRID_KV_DECODER_H
 #define HYBRID_KV_DECODER_H
@@ -26,16 +27,23 @@ typedef struct hkv_matrix {
   const void *bias; /* [num_outputs] of the dtype, or NULL */
 } hkv_matrix;
 
-/* weight * (x / sqrt(mean(x^2) + epsilon)); x is rounded before it is multiplied. */
+/* weight * (x / sqrt(mean(x^2) + epsilon)). */
 typedef struct hkv_norm {
   const void *weight; /* of the dtype; NULL: no norm */
   float epsilon;
+  int32_t zero_centred; /* 1: the weight is stored less 1, and only the product is rounded; 0: x is before it */
 } hkv_norm;
+
+/* Of a gated feed-forward. */
+enum hkv_activation { HKV_SILU = 0, HKV_GELU_TANH = 1 };
 
 typedef struct hkv_decoder {
   int32_t dtype;     /* enum hkv_dtype of hidden states, norms and rotations */
   int32_t head_dim;  /* of queries, keys and values; even */
-  hkv_norm before_attention, of_queries, of_keys, before_feed_forward;
+  int32_t activation; /* enum hkv_activation */
+  float residual_scale; /* of what is added to hidden states, mostly 1; not 0 */
+  hkv_norm before_attention, of_queries, of_keys, after_attention; /* all but the first may be absent */
+  hkv_norm before_feed_forward, after_feed_forward; /* the second may be absent */
   hkv_matrix query, key, value, output, gate, up, down;
 } hkv_decoder;
 

@@ -34,6 +34,9 @@ struct Scratch {
   std::vector<float> floats;
 };
 
+/// Twice sqrt(2 / pi), and .044715 of it: GELU's tanh is of their half.
+constexpr float kGelu = 1.5957691216057308f, kGeluCubed = kGelu * 0.044715f;
+
 template <typename Element>
 class Decoder {
  public:
@@ -60,13 +63,13 @@ class Decoder {
     grow(mine.gate, tokens_ * inner);
     grow(mine.up, tokens_ * inner);
     multiply(layer_.output, attended, mine.sum.data());
-    add(hidden, tokens_ * width, mine.sum.data());
+    add(layer_.after_attention, hidden, width, mine.sum.data());
     norm(layer_.before_feed_forward, mine.sum.data(), tokens_, width, mine.normed.data());
     multiply(layer_.gate, mine.normed.data(), mine.gate.data());
     multiply(layer_.up, mine.normed.data(), mine.up.data());
     gate(mine.up.data(), tokens_ * inner, mine.gate.data());
     multiply(layer_.down, mine.gate.data(), out);
-    add(mine.sum.data(), tokens_ * width, out);
+    add(layer_.after_feed_forward, mine.sum.data(), width, out);
   }
 
  private:
@@ -107,8 +110,10 @@ class Decoder {
       float sum = 0.0f;
       for (int lane = 0; lane < kLanes; ++lane) sum += squares[lane];
       const float scale = 1.0f / std::sqrt(sum / static_cast<float>(width) + by.epsilon);
-      for (int64_t i = 0; i < width; ++i)
-        round_to(to_float(weight[i]) * as<Element>(row[static_cast<size_t>(i)] * scale), to[i]);
+      for (int64_t i = 0; i < width; ++i) {
+        const float one = row[static_cast<size_t>(i)] * scale, by_weight = to_float(weight[i]);
+        round_to(by.zero_centred != 0 ? one * (1.0f + by_weight) : as<Element>(one) * by_weight, to[i]);
+      }
     }
   }
 
@@ -129,21 +134,26 @@ class Decoder {
 
   static float product(float value, Element by) { return as<Element>(value * to_float(by)); }
 
-  static void add(const Element *from, int64_t count, Element *to) {
-    for (int64_t i = 0; i < count; ++i) round_to(to_float(from[i]) + to_float(to[i]), to[i]);
+  /// Rows [tokens, width] become hidden + residual_scale * norm(rows).
+  void add(const hkv_norm &by, const Element *hidden, int64_t width, Element *rows) const {
+    if (by.weight != nullptr) norm(by, rows, tokens_, width, rows);
+    const float scale = layer_.residual_scale;
+    for (int64_t i = 0; i < tokens_ * width; ++i)
+      round_to(to_float(hidden[i]) + as<Element>(to_float(rows[i]) * scale), rows[i]);
   }
 
-  /// gate = silu(gate) * up
+  /// gate = activation(gate) * up
   void gate(const Element *up, int64_t count, Element *gate) const {
     std::vector<float> &wide = own().floats;
     grow(wide, in_vectors(count));
     std::fill(wide.begin() + count, wide.begin() + in_vectors(count), 0.0f);
     convert(gate, count, wide.data());
     for (int64_t i = 0; i < count; i += kLanes) {
-      // x / (1 + exp(-x)), by exponentials of negative numbers alone.
+      // x / (1 + exp(-slope)), by exponentials of negative numbers alone: x (1 + tanh(slope / 2)) / 2.
       const Floats x = load_floats(wide.data() + i), zero{};
-      const Floats small = exp_of_negative(x < zero ? x : -x);
-      store_floats(wide.data() + i, x * (x < zero ? small : zero + 1.0f) / (1.0f + small));
+      const Floats slope = layer_.activation == HKV_SILU ? x : x * (kGelu + kGeluCubed * x * x);
+      const Floats small = exp_of_negative(slope < zero ? slope : -slope);
+      store_floats(wide.data() + i, x * (slope < zero ? small : zero + 1.0f) / (1.0f + small));
     }
     for (int64_t i = 0; i < count; ++i)
       round_to(as<Element>(wide[static_cast<size_t>(i)]) * to_float(up[i]), gate[i]);
@@ -176,10 +186,14 @@ void check(const hkv_decoder &layer, int64_t tokens) {
   for (const hkv_matrix *one : {&layer.query, &layer.key, &layer.value, &layer.output, &layer.gate,
                                 &layer.up, &layer.down})
     require(one->kind != 0 || layer.dtype != HKV_F32, "plain matrices must have a dtype of 16 bits");
+  require(layer.activation == HKV_SILU || layer.activation == HKV_GELU_TANH,
+          "activation must be SiLU (0) or GELU by tanh (1)");
+  require(layer.residual_scale != 0.0f, "residual_scale must not be 0");
   check_norm(layer.before_attention, true);
   check_norm(layer.before_feed_forward, true);
-  check_norm(layer.of_queries, false);
-  check_norm(layer.of_keys, false);
+  for (const hkv_norm *one : {&layer.of_queries, &layer.of_keys, &layer.after_attention,
+                              &layer.after_feed_forward})
+    check_norm(*one, false);
 }
 
 /// Calls body with the work of a layer and a null pointer of its element type.

@@ -7,11 +7,11 @@
 namespace {
 
 constexpr int32_t kDim = 6, kHidden = 37, kInner = 53, kQueries = 4 * kDim, kKeys = 2 * kDim;
-constexpr float kEpsilon = 0.01f;
+constexpr float kEpsilon = 0.01f, kResidual = 0.7f;
 
 /// A layer of random weights, and what it makes of a token.
 struct Layer {
-  Rows query, key, value, output, gate, up, down, bias, first, second, of_heads;
+  Rows query, key, value, output, gate, up, down, bias, first, second, of_heads, third, fourth;
 
   explicit Layer(int32_t dtype)
       : query(weights(kQueries, 1), kHidden, dtype, 3),
@@ -24,7 +24,9 @@ struct Layer {
         bias(random_floats(kQueries, 8), 1, dtype),
         first(random_floats(kHidden, 9), kHidden, dtype),
         second(random_floats(kHidden, 10), kHidden, dtype),
-        of_heads(random_floats(kDim, 11), kDim, dtype) {}
+        of_heads(random_floats(kDim, 11), kDim, dtype),
+        third(random_floats(kHidden, 16), kHidden, dtype),
+        fourth(random_floats(kHidden, 17), kHidden, dtype) {}
 
   static std::vector<float> weights(int64_t outputs, uint64_t seed) {
     return random_floats(outputs * kHidden, seed);
@@ -35,9 +37,13 @@ struct Layer {
     return {0, 0, outputs, inputs, rows.keys().stride, rows.keys().data, bias};
   }
 
-  hkv_decoder described(int32_t dtype) const {
-    const hkv_norm heads{of_heads.keys().data, kEpsilon};
-    return {dtype, kDim, {first.keys().data, kEpsilon}, heads, {}, {second.keys().data, kEpsilon},
+  /// As Llama's, but that queries have norms and keys have none; or as Gemma's, with residuals scaled.
+  hkv_decoder described(int32_t dtype, bool gemma = false) const {
+    const int32_t centred = gemma;
+    const auto norm = [&](const Rows &rows) { return hkv_norm{rows.keys().data, kEpsilon, centred}; };
+    return {dtype, kDim, gemma ? HKV_GELU_TANH : HKV_SILU, gemma ? kResidual : 1.0f,
+            norm(first), norm(of_heads), {}, gemma ? norm(third) : hkv_norm{},
+            norm(second), gemma ? norm(fourth) : hkv_norm{},
             matrix(query, kQueries, kHidden, bias.keys().data), matrix(key, kKeys, kHidden),
             matrix(value, kKeys, kHidden), matrix(output, kHidden, kQueries),
             matrix(gate, kInner, kHidden), matrix(up, kInner, kHidden),
@@ -45,13 +51,14 @@ struct Layer {
   }
 };
 
-std::vector<double> normed(const std::vector<double> &x, const Rows &weight) {
+std::vector<double> normed(const std::vector<double> &x, const Rows &weight, bool gemma) {
   double squares = 0;
   for (const double one : x) squares += one * one;
   const double scale = 1 / std::sqrt(squares / static_cast<double>(x.size()) + double{kEpsilon});
   std::vector<double> out;
   for (size_t i = 0; i < x.size(); ++i)
-    out.push_back(x[i] * scale * static_cast<double>(weight.at(0, static_cast<int32_t>(i))));
+    out.push_back(x[i] * scale *
+                  (static_cast<double>(weight.at(0, static_cast<int32_t>(i))) + (gemma ? 1 : 0)));
   return out;
 }
 
@@ -95,11 +102,11 @@ std::vector<double> row(const Rows &rows, int64_t at, int32_t size) {
 
 /// Heads of a token, normed where there is a norm, and turned.
 std::vector<double> turned(std::vector<double> heads, const Rows *norm, const Rows &cosines,
-                           const Rows &sines, int64_t token) {
+                           const Rows &sines, int64_t token, bool gemma) {
   for (size_t head = 0; head < heads.size(); head += kDim) {
     std::vector<double> one(heads.begin() + static_cast<long>(head),
                             heads.begin() + static_cast<long>(head) + kDim);
-    if (norm != nullptr) one = normed(one, *norm);
+    if (norm != nullptr) one = normed(one, *norm, gemma);
     for (int32_t i = 0; i < kDim; ++i) {
       const double pair = i < kDim / 2 ? -one[static_cast<size_t>(i + kDim / 2)]
                                        : one[static_cast<size_t>(i - kDim / 2)];
@@ -111,9 +118,14 @@ std::vector<double> turned(std::vector<double> heads, const Rows *norm, const Ro
   return heads;
 }
 
-void check_layer(int32_t dtype, int64_t tokens, hkv_pool *pool = nullptr) {
+void add(std::vector<double> &x, std::vector<double> other, const Rows &norm, bool gemma) {
+  if (gemma) other = normed(other, norm, gemma);
+  for (size_t i = 0; i < x.size(); ++i) x[i] += other[i] * (gemma ? double{kResidual} : 1);
+}
+
+void check_layer(int32_t dtype, int64_t tokens, bool gemma = false, hkv_pool *pool = nullptr) {
   const Layer layer(dtype);
-  const hkv_decoder described = layer.described(dtype);
+  const hkv_decoder described = layer.described(dtype, gemma);
   const Rows hidden(random_floats(tokens * kHidden, 12), kHidden, dtype);
   const Rows attended(random_floats(tokens * kQueries, 13), kQueries, dtype);
   const Rows cosines(random_floats(tokens * kDim, 14), kDim, dtype);
@@ -127,22 +139,24 @@ void check_layer(int32_t dtype, int64_t tokens, hkv_pool *pool = nullptr) {
                                out.data()));
   for (int64_t token = 0; token < tokens; ++token) {
     std::vector<double> x = row(hidden, token, kHidden);
-    const std::vector<double> in = normed(x, layer.first);
+    const std::vector<double> in = normed(x, layer.first, gemma);
     std::vector<double> queries = product(layer.query, kQueries, in);
     for (int32_t i = 0; i < kQueries; ++i)
       queries[static_cast<size_t>(i)] += static_cast<double>(layer.bias.at(i, 0));
-    check_near(q, token * kQueries, dtype, turned(queries, &layer.of_heads, cosines, sines, token));
+    check_near(q, token * kQueries, dtype, turned(queries, &layer.of_heads, cosines, sines, token, gemma));
     check_near(k, token * kKeys, dtype,
-               turned(product(layer.key, kKeys, in), nullptr, cosines, sines, token));
+               turned(product(layer.key, kKeys, in), nullptr, cosines, sines, token, gemma));
     check_near(v, token * kKeys, dtype, product(layer.value, kKeys, in));
-    const std::vector<double> back = product(layer.output, kHidden, row(attended, token, kQueries));
-    for (size_t i = 0; i < x.size(); ++i) x[i] += back[i];
-    const std::vector<double> inner = normed(x, layer.second);
+    add(x, product(layer.output, kHidden, row(attended, token, kQueries)), layer.third, gemma);
+    const std::vector<double> inner = normed(x, layer.second, gemma);
     std::vector<double> gate = product(layer.gate, kInner, inner);
     const std::vector<double> up = product(layer.up, kInner, inner);
-    for (size_t i = 0; i < gate.size(); ++i) gate[i] *= up[i] / (1 + std::exp(-gate[i]));
-    const std::vector<double> down = product(layer.down, kHidden, gate);
-    for (size_t i = 0; i < x.size(); ++i) x[i] += down[i];
+    for (size_t i = 0; i < gate.size(); ++i) {
+      const double z = gate[i], root = std::sqrt(2 / std::acos(-1.0));
+      gate[i] = up[i] * (gemma ? z / 2 * (1 + std::tanh(root * (z + 0.044715 * z * z * z)))
+                               : z / (1 + std::exp(-z)));
+    }
+    add(x, product(layer.down, kHidden, gate), layer.fourth, gemma);
     check_near(out, token * kHidden, dtype, x);
   }
 }
@@ -151,13 +165,14 @@ void check_layer(int32_t dtype, int64_t tokens, hkv_pool *pool = nullptr) {
 
 CLAIM(a_decoder_layer_is_its_operations_one_after_the_other) {
   for (const int32_t dtype : {HKV_F16, HKV_BF16})
-    for (int64_t tokens = 0; tokens <= HKV_LINEAR_TOKENS; ++tokens) check_layer(dtype, tokens);
+    for (int64_t tokens = 0; tokens <= HKV_LINEAR_TOKENS; ++tokens)
+      for (const bool gemma : {false, true}) check_layer(dtype, tokens, gemma);
 }
 
 CLAIM(threads_share_the_products_of_a_decoder_layer) {
   hkv_pool *pool = nullptr;
   CHECK_OK(hkv_pool_create(3, nullptr, 0, &pool));
-  check_layer(HKV_BF16, 2, pool);
+  check_layer(HKV_BF16, 2, true, pool);
   hkv_pool_destroy(pool);
 }
 
@@ -199,4 +214,8 @@ CLAIM(layers_that_do_not_fit_together_are_refused) {
   CHECK(status([](hkv_decoder &one) { one.before_attention.weight = nullptr; }) == HKV_INVALID);
   CHECK(status([](hkv_decoder &one) { one.before_feed_forward.epsilon = -1.0f; }) == HKV_INVALID);
   CHECK(status([](hkv_decoder &one) { one.of_keys.epsilon = -1.0f; }) == HKV_INVALID);
+  CHECK(status([](hkv_decoder &one) { one.after_attention.epsilon = -1.0f; }) == HKV_INVALID);
+  CHECK(status([](hkv_decoder &one) { one.after_feed_forward.epsilon = -1.0f; }) == HKV_INVALID);
+  CHECK(status([](hkv_decoder &one) { one.activation = 2; }) == HKV_INVALID);
+  CHECK(status([](hkv_decoder &one) { one.residual_scale = 0.0f; }) == HKV_INVALID);
 }

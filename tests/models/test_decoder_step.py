@@ -33,6 +33,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None, "head_dim": 40},
     "qwen2": {},
     "qwen3": {"head_dim": 16},
+    "granite": {"residual_multiplier": 0.6, "attention_multiplier": 0.3},
+    "gemma": {"head_dim": 24},
+    "gemma2": {"head_dim": 16, "attn_logit_softcapping": 3.0, "sliding_window": 12},
+    "gemma3_text": {"head_dim": 40, "sliding_window": 12},
 }
 LOGITS: Any = {"atol": 2e-2, "rtol": 1e-2}
 PACKED: Any = {"atol": 2e-3, "rtol": 1e-3}
@@ -237,11 +241,49 @@ def _other_inputs(layer: Any) -> None:
     layer.mlp.register_forward_pre_hook(lambda module, args: (2 * args[0],))
 
 
-CHANGES = [
-    *(_other_weight, _other_data, _other_numbers, _other_norm, _other_epsilon, _no_bias, _packed),
-    *(_other_module, _other_class, _parametrised, _other_forward, _other_activation),
-    _other_inputs,
-]
+def _other_multiplier(layer: Any) -> None:
+    layer.residual_multiplier = 2.0
+
+
+def _no_residuals(layer: Any) -> None:
+    layer.residual_multiplier = 0.0
+
+
+def _other_eps(layer: Any) -> None:
+    layer.post_feedforward_layernorm.eps = 2.0
+
+
+def _other_norm_behind(layer: Any) -> None:
+    layer.post_feedforward_layernorm.weight.data = torch.randn(96).bfloat16()
+
+
+def _other_division(layer: Any) -> None:
+    layer.pre_feedforward_layernorm._norm = lambda x: x / 3
+
+
+def _other_softcap(layer: Any) -> None:
+    layer.self_attn.attn_logit_softcapping = 0.1
+
+
+def _other_function(layer: Any) -> None:
+    layer.mlp.act_fn.act = torch.relu
+
+
+CHANGES: dict[Callable[[Any], None], str] = {
+    **dict.fromkeys(
+        [
+            *(_other_weight, _other_data, _other_numbers, _other_norm, _other_epsilon, _no_bias),
+            *(_packed, _other_module, _other_class, _parametrised, _other_forward),
+            *(_other_activation, _other_inputs),
+        ],
+        "llama",
+    ),
+    **dict.fromkeys([_other_multiplier, _no_residuals], "granite"),
+    **dict.fromkeys(
+        [_other_eps, _other_norm_behind, _other_division, _other_softcap, _other_function], "gemma2"
+    ),
+}
+"""And the family of a layer that has what is changed."""
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda one: one.__name__.lstrip("_"))
@@ -250,7 +292,7 @@ def test_what_was_changed_between_two_steps_counts(
 ) -> None:
     both = []
     for is_watched in (False, True):
-        model = made(kind=torch.bfloat16)
+        model = made(CHANGES[change], kind=torch.bfloat16)
         with torch.inference_mode(), hkv.attach(model, hkv.HybridConfig(**TIERED)) as runtime:
             cache = runtime.cache()
             model(ids(1, 37), **passing(cache))

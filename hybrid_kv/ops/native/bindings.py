@@ -18,7 +18,7 @@ from ctypes import (
     c_void_p,
 )
 
-ABI_VERSION = 23
+ABI_VERSION = 24
 OK = 0
 INVALID = 1
 NO_MEMORY = 2
@@ -42,6 +42,8 @@ LEVELS = 256
 BLOCK_KEYS = 16
 SKETCH_DIMS = 256
 KEY_BLOCK = 64
+SILU = 0
+GELU_TANH = 1
 IDS_INT32 = 0
 IDS_INT64 = 1
 POINT_DIMS = 32
@@ -215,6 +217,7 @@ class NormStruct(Structure):
     _fields_ = (
         ("weight", c_void_p),
         ("epsilon", c_float),
+        ("zero_centred", c_int32),
     )
 
 
@@ -224,10 +227,14 @@ class DecoderStruct(Structure):
     _fields_ = (
         ("dtype", c_int32),
         ("head_dim", c_int32),
+        ("activation", c_int32),
+        ("residual_scale", c_float),
         ("before_attention", NormStruct),
         ("of_queries", NormStruct),
         ("of_keys", NormStruct),
+        ("after_attention", NormStruct),
         ("before_feed_forward", NormStruct),
+        ("after_feed_forward", NormStruct),
         ("query", MatrixStruct),
         ("key", MatrixStruct),
         ("value", MatrixStruct),

@@ -14,17 +14,18 @@ import torch
 from torch import Tensor
 
 from hybrid_kv.ops.native import library
-from hybrid_kv.ops.native.bindings import DecoderStruct, MatrixStruct, NormStruct
+from hybrid_kv.ops.native.bindings import SILU, DecoderStruct, MatrixStruct, NormStruct
 from hybrid_kv.ops.native.library import Pool, find_engine
 from hybrid_kv.ops.native.linear import PackedWeight
 from hybrid_kv.ops.native.rows import DTYPES, pool_handle
 
 
 class Norm(NamedTuple):
-    """The root mean square norm of vectors; weight: [size]."""
+    """The root mean square norm of vectors; weight: [size], stored less 1 if it is zero-centred."""
 
     weight: Tensor
     epsilon: float
+    zero_centred: bool = False
 
 
 class Matrix(NamedTuple):
@@ -41,7 +42,11 @@ class Matrix(NamedTuple):
 
 class DecoderWeights(NamedTuple):
     """Weights of a decoder layer: hidden states pass a norm, attention, a norm and a gated
-    feed-forward with SiLU. of_queries, of_keys: norms of each head, or None.
+    feed-forward.
+
+    of_queries, of_keys: norms of each head, or None. after_attention, after_feed_forward: norms of
+    what is added to the hidden states, or None. activation: SILU or GELU_TANH of `bindings`.
+    residual_scale: what is added is multiplied by it; not 0.
     """
 
     before_attention: Norm
@@ -55,6 +60,10 @@ class DecoderWeights(NamedTuple):
     gate: Matrix
     up: Matrix
     down: Matrix
+    after_attention: Norm | None = None
+    after_feed_forward: Norm | None = None
+    activation: int = SILU
+    residual_scale: float = 1.0
 
 
 class AttentionInputs(NamedTuple):
@@ -82,7 +91,9 @@ class BoundDecoder:
         parts = {
             name: _matrix(one) if isinstance(one, Matrix) else _norm(one)
             for name, one in weights._asdict().items()
+            if name not in ("activation", "residual_scale")
         }
+        parts |= {"activation": weights.activation, "residual_scale": weights.residual_scale}
         layer = DecoderStruct(dtype=DTYPES[self._dtype], head_dim=head_dim, **parts)
         self._layer, self._address = layer, byref(layer)
         self._heads = [one.num_outputs // head_dim for one in (layer.query, layer.key, layer.value)]
@@ -144,7 +155,9 @@ class BoundDecoder:
 
 
 def _norm(norm: Norm | None) -> NormStruct:
-    return NormStruct() if norm is None else NormStruct(norm.weight.data_ptr(), norm.epsilon)
+    if norm is None:
+        return NormStruct()
+    return NormStruct(norm.weight.data_ptr(), norm.epsilon, norm.zero_centred)
 
 
 def _matrix(matrix: Matrix) -> MatrixStruct:

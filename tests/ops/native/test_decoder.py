@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from hybrid_kv.ops.native.bindings import GELU_TANH, SILU
 from hybrid_kv.ops.native.decoder import BoundDecoder, DecoderWeights, Matrix, Norm
 from hybrid_kv.ops.native.library import Pool
 from hybrid_kv.ops.native.linear import PACKED_KINDS
@@ -34,24 +35,36 @@ def matrices(kind: str, dtype: torch.dtype) -> dict[str, Matrix]:
     return made
 
 
-def layer(kind: str, dtype: torch.dtype, head_norms: bool) -> DecoderWeights:
-    norms = [Norm(1 + torch.randn(size).mul(0.1).to(dtype), 1e-3) for size in (HIDDEN, HIDDEN)]
-    heads = [Norm(1 + torch.randn(DIM).mul(0.1).to(dtype), 0.5) for _ in range(2)]
-    first, second = heads if head_norms else (None, None)
-    return DecoderWeights(
-        before_attention=norms[0],
-        of_queries=first,
-        of_keys=second,
-        before_feed_forward=norms[1],
-        **matrices(kind, dtype),
+def layer(kind: str, dtype: torch.dtype, form: str = "plain") -> DecoderWeights:
+    """Of a form: `plain`, with `norms` of queries and keys, or that of `gemma` with these."""
+
+    def norm(size: int, epsilon: float) -> Norm:
+        around_zero = torch.randn(size).mul(0.1)
+        weight = around_zero if form == "gemma" else 1 + around_zero
+        return Norm(weight.to(dtype), epsilon, zero_centred=form == "gemma")
+
+    named = {name: norm(HIDDEN, 1e-3) for name in ("before_attention", "before_feed_forward")}
+    heads = [None, None] if form == "plain" else [norm(DIM, 0.5) for _ in range(2)]
+    weights = DecoderWeights(
+        **named, of_queries=heads[0], of_keys=heads[1], **matrices(kind, dtype)
     )
+    if form != "gemma":
+        return weights
+    after = {name: norm(HIDDEN, 1e-3) for name in ("after_attention", "after_feed_forward")}
+    return weights._replace(**after, activation=GELU_TANH, residual_scale=0.3)
 
 
 def normed(x: Tensor, norm: Norm | None) -> Tensor:
     if norm is None:
         return x
     mean = x.square().mean(-1, keepdim=True)
-    return x * (mean + norm.epsilon).rsqrt() * norm.weight.double()
+    return x * (mean + norm.epsilon).rsqrt() * (norm.weight.double() + norm.zero_centred)
+
+
+def gated(gate: Tensor, up: Tensor, activation: int) -> Tensor:
+    if activation == SILU:
+        return functional.silu(gate) * up
+    return functional.gelu(gate, approximate="tanh") * up
 
 
 def product(x: Tensor, matrix: Matrix) -> Tensor:
@@ -69,7 +82,7 @@ def error(found: Tensor, wanted: Tensor) -> float:
     return float((found.double() - wanted).abs().max() / wanted.square().mean().sqrt())
 
 
-@pytest.mark.parametrize("head_norms", [False, True])
+@pytest.mark.parametrize("form", ["plain", "norms", "gemma"])
 @pytest.mark.parametrize(
     ("kind", "dtype"),
     [
@@ -79,9 +92,9 @@ def error(found: Tensor, wanted: Tensor) -> float:
     ids=str,
 )
 def test_a_layer_is_its_operations_one_after_the_other(
-    engine: ctypes.CDLL, kind: str, dtype: torch.dtype, head_norms: bool
+    engine: ctypes.CDLL, kind: str, dtype: torch.dtype, form: str
 ) -> None:
-    weights, pool = layer(kind, dtype, head_norms), Pool(2)
+    weights, pool = layer(kind, dtype, form), Pool(2)
     bound = BoundDecoder(weights, DIM, engine=engine)
     limit = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}[dtype]
     for rows, tokens in ((1, 1), (2, 3), (1, 8)):
@@ -103,30 +116,33 @@ def test_a_layer_is_its_operations_one_after_the_other(
         assert error(found.values, v) < limit
         attended = torch.randn(rows, tokens, HEADS, DIM, dtype=dtype)
         out = bound.outputs(hidden, attended, pool)
-        x = x + product(attended.double().view(-1, HEADS * DIM), weights.output)
+        back = product(attended.double().view(-1, HEADS * DIM), weights.output)
+        x = x + weights.residual_scale * normed(back, weights.after_attention)
         inner = normed(x, weights.before_feed_forward)
-        gate, up = product(inner, weights.gate), product(inner, weights.up)
-        x = x + product(functional.silu(gate) * up, weights.down)
+        inner = gated(product(inner, weights.gate), product(inner, weights.up), weights.activation)
+        back = normed(product(inner, weights.down), weights.after_feed_forward)
+        x = x + weights.residual_scale * back
         assert out.shape == hidden.shape
         assert error(out.view(-1, HIDDEN), x) < limit
 
 
-def test_gates_far_from_zero(engine: ctypes.CDLL) -> None:
-    """SiLU of large numbers of both signs is a number, and what it should be."""
-    weights = layer("Q8_0", torch.float32, False)
+@pytest.mark.parametrize("activation", [SILU, GELU_TANH])
+def test_gates_far_from_zero(engine: ctypes.CDLL, activation: int) -> None:
+    """Activations of large numbers of both signs are numbers, and what they should be."""
+    weights = layer("Q8_0", torch.float32)
     hidden, attended = torch.randn(1, 1, HIDDEN), torch.randn(1, 1, HEADS, DIM)
     steep = Norm(weights.before_feed_forward.weight * 1e4, 1e-3)
-    weights = weights._replace(before_feed_forward=steep)
+    weights = weights._replace(before_feed_forward=steep, activation=activation)
     out = BoundDecoder(weights, DIM, engine=engine).outputs(hidden, attended, None)
     x = hidden.double().view(1, -1) + product(attended.double().view(1, -1), weights.output)
     inner = normed(x, steep)
     gate, up = product(inner, weights.gate), product(inner, weights.up)
     assert float(gate.min()) < -1000 < 1000 < float(gate.max())
-    assert error(out.view(1, -1), x + product(functional.silu(gate) * up, weights.down)) < 1e-3
+    assert error(out.view(1, -1), x + product(gated(gate, up, activation), weights.down)) < 1e-3
 
 
 def test_what_does_not_fit_is_not_taken() -> None:
-    bound = BoundDecoder(layer("Q8_0", torch.float32, False), DIM)
+    bound = BoundDecoder(layer("Q8_0", torch.float32), DIM)
     hidden, angle = torch.randn(1, 1, HIDDEN), torch.randn(1, 1, DIM)
     assert bound.takes(hidden, (angle, angle))
     assert not bound.takes(hidden, None)
