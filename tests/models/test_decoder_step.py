@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.models.gemma2 import modeling_gemma2
 from transformers.models.llama import modeling_llama
 
 import hybrid_kv as hkv
@@ -322,25 +323,37 @@ def test_biases_beside_packed_weights_are_read_anew(computed: list[list[int]]) -
     assert not torch.equal(found[0], found[1])
 
 
-def test_a_forward_that_somebody_puts_into_a_class_is_called(
-    computed: list[list[int]], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("family", "owner", "name", "in_a_step"),
+    [
+        ("llama", modeling_llama.LlamaMLP, "forward", 3),
+        ("gemma2", modeling_gemma2.Gemma2RMSNorm, "_norm", 13),  # with the model's last norm
+    ],
+)
+def test_what_somebody_puts_into_a_class_is_called(
+    family: str,
+    owner: Any,
+    name: str,
+    in_a_step: int,
+    computed: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model = made()
+    model = made(family)
     with torch.inference_mode(), hkv.attach(model, hkv.HybridConfig(**TIERED)) as runtime:
         cache = runtime.cache()
         model(ids(1, 37), **passing(cache))
         model(ids(1, 1), **passing(cache))
         assert len(computed) == 3
         calls = []
-        own = modeling_llama.LlamaMLP.forward
+        own = getattr(owner, name)
 
-        def forward(self: Any, x: Tensor) -> Tensor:
+        def noted(self: Any, x: Tensor) -> Tensor:
             calls.append(x.shape)
             return own(self, x)
 
-        monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", forward)
+        monkeypatch.setattr(owner, name, noted)
         model(ids(1, 1), **passing(cache))
-    assert len(calls) == 3
+    assert len(calls) == in_a_step
     assert len(computed) == 3
 
 

@@ -93,8 +93,13 @@ class BoundDecoder:
             for name, one in weights._asdict().items()
             if name not in ("activation", "residual_scale")
         }
-        parts |= {"activation": weights.activation, "residual_scale": weights.residual_scale}
-        layer = DecoderStruct(dtype=DTYPES[self._dtype], head_dim=head_dim, **parts)
+        layer = DecoderStruct(
+            dtype=DTYPES[self._dtype],
+            head_dim=head_dim,
+            activation=weights.activation,
+            residual_scale=weights.residual_scale,
+            **parts,
+        )
         self._layer, self._address = layer, byref(layer)
         self._heads = [one.num_outputs // head_dim for one in (layer.query, layer.key, layer.value)]
         self._hidden: int = layer.query.num_inputs
