@@ -190,9 +190,8 @@ def fields_of(name: str, told: object) -> list[tuple[str, object]]:
     """Fields of a structure, or of each of several, and of those that it points at, by name."""
     found: list[tuple[str, object]] = []
     if isinstance(told, ctypes.Structure):
-        for field, kind, *_ in told._fields_:
-            if field not in _OWN or not issubclass(kind, (ctypes.c_void_p, ctypes._Pointer)):
-                found += fields_of(f"{name}.{field}", getattr(told, field))
+        for field in _told_fields(type(told)):
+            found += fields_of(f"{name}.{field}", getattr(told, field))
     elif isinstance(told, ctypes._Pointer):
         found += fields_of(name, told.contents if told else None)
     elif isinstance(told, (ctypes.Array, list)):
@@ -201,6 +200,13 @@ def fields_of(name: str, told: object) -> list[tuple[str, object]]:
     else:
         found.append((name, told))
     return found
+
+
+@cache
+def _told_fields(structure: type[ctypes.Structure]) -> list[str]:
+    addresses = ctypes.c_void_p, ctypes._Pointer
+    fields = ((name, kind) for name, kind, *_ in structure._fields_)
+    return [name for name, kind in fields if name not in _OWN or not issubclass(kind, addresses)]
 
 
 # Worker threads -----------------------------------------------------------------------------------
