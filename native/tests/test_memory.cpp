@@ -105,7 +105,7 @@ CLAIM(scans_survive_lack_of_memory) {
 
 CLAIM(sketches_survive_lack_of_memory) {
   // From 13,000 keys on a threshold is guessed; several slices of queries need fewer.
-  for (const auto &[threads, count, num_queries] : {std::tuple{1, 700, 9}, std::tuple{2, 17000, 2}}) {
+  for (const auto &[threads, count, num_queries] : {std::tuple{1, 700, 9}, std::tuple{2, 13200, 2}}) {
     const Rows rows(random_floats((count + 11) * 8, 1), 8, HKV_BF16);
     const SketchCase tiers(rows, count, 2);
     const std::vector<float> queries = random_floats(num_queries * 8, 2);

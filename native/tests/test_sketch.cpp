@@ -78,17 +78,17 @@ CLAIM(sketches_that_guess_a_threshold_and_divide_heads_are_searched) {
 }
 
 CLAIM(threads_find_the_same_by_a_sketch) {
-  const Rows rows(random_floats(17011 * 16, 1), 16, HKV_BF16);
-  const SketchCase tiers(rows, 17000, 3);
+  const Rows rows(random_floats(13211 * 16, 1), 16, HKV_BF16);
+  const SketchCase tiers(rows, 13200, 3);
   const std::vector<hkv_sketch_head> heads = {tiers.head(40), tiers.head(300)};
-  const std::vector<float> queries = random_floats(2 * 5 * 16, 2);
-  const Result expected = search(nullptr, heads, queries, 5, 11);
+  const std::vector<float> queries = random_floats(2 * 3 * 16, 2);
+  const Result expected = search(nullptr, heads, queries, 3, 11);
   ScopedPool pool(3);
   std::vector<std::thread> callers;
   for (int caller = 0; caller < 3; ++caller)
     callers.emplace_back([&, caller] {
       for (int round = 0; round < 2; ++round) {
-        const Result found = search(caller == 0 ? nullptr : pool.get(), heads, queries, 5, 11);
+        const Result found = search(caller == 0 ? nullptr : pool.get(), heads, queries, 3, 11);
         CHECK(found.ids == expected.ids && found.scores == expected.scores);
         CHECK(found.rows_read == expected.rows_read);
       }
