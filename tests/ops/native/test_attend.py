@@ -17,6 +17,7 @@ from hybrid_kv.ops.native.attend import RetrievedAttention, Visible, attend_rows
 from hybrid_kv.ops.native.library import Pool, default_pool, work_alone
 from hybrid_kv.ops.native.selected import attend_ragged
 from hybrid_kv.types import HIDDEN, PartialAttention
+from tests.ops.native.engines import each_kernel_with
 from tests.ops.native.scan_data import ATTENTION, pool_of, strided
 from tests.oracle import softmax_attention
 
@@ -239,18 +240,19 @@ def flat_rows(count: int, dim: int, dtype: torch.dtype) -> Tensor:
     return strided(torch.randn(1, count, dim).to(dtype))[0]
 
 
-@pytest.mark.parametrize(("dim", "value_dim"), [(1, 1), (3, 9), (72, 80), (128, 64), (256, 256)])
-@pytest.mark.parametrize("lengths", [[37, 0, 5], [1, 4097, 3], [0, 0, 0]])
-@pytest.mark.parametrize(("queries", "softcap"), [(1, None), (3, None), (5, 3.0), (17, None)])
+@each_kernel_with(
+    dims=((1, 1), (3, 9), (72, 80), (128, 64), (256, 256)),
+    lengths=([37, 0, 5], [1, 4097, 3], [0, 0, 0]),
+    given=((1, None), (3, None), (5, 3.0), (17, None)),
+)
 def test_every_head_attends_as_many_rows_as_it_has(
     engine: ctypes.CDLL,
-    dim: int,
-    value_dim: int,
+    dims: tuple[int, int],
     lengths: list[int],
-    queries: int,
-    softcap: float | None,
+    given: tuple[int, float | None],
     dtype: torch.dtype,
 ) -> None:
+    (dim, value_dim), (queries, softcap) = dims, given
     starts = [2, 2 + lengths[0] + 3, 8 + lengths[0] + lengths[1]]
     count = starts[2] + lengths[2]
     keys, values = flat_rows(count, dim, dtype), flat_rows(count, value_dim, dtype)

@@ -13,7 +13,9 @@ from hybrid_kv.ops.native.bindings import GELU_TANH, SILU
 from hybrid_kv.ops.native.decoder import BoundDecoder, DecoderWeights, Matrix, Norm
 from hybrid_kv.ops.native.library import Pool
 from hybrid_kv.ops.native.linear import PACKED_KINDS
+from tests.ops.native.engines import engine_params
 from tests.ops.native.packed_data import dequantised, random_weight
+from tests.pairs import in_pairs
 
 HEADS, KV_HEADS, DIM, HIDDEN, INNER = 8, 2, 32, 256, 512
 SIZES = {
@@ -82,19 +84,23 @@ def error(found: Tensor, wanted: Tensor) -> float:
     return float((found.double() - wanted).abs().max() / wanted.square().mean().sqrt())
 
 
-@pytest.mark.parametrize("form", ["plain", "norms", "gemma"])
+KINDS = [
+    *(("plain", dtype) for dtype in (torch.bfloat16, torch.float16)),
+    *((kind, dtype) for kind in PACKED_KINDS for dtype in (torch.float32, torch.bfloat16)),
+]
+
+
 @pytest.mark.parametrize(
-    ("kind", "dtype"),
-    [
-        *(("plain", dtype) for dtype in (torch.bfloat16, torch.float16)),
-        *((kind, dtype) for kind in PACKED_KINDS for dtype in (torch.float32, torch.bfloat16)),
-    ],
+    ("engine", "of", "form"),
+    in_pairs(engine_params(), KINDS, ("plain", "norms", "gemma")),
     ids=str,
+    indirect=["engine"],
 )
 def test_a_layer_is_its_operations_one_after_the_other(
-    engine: ctypes.CDLL, kind: str, dtype: torch.dtype, form: str
+    engine: ctypes.CDLL, of: tuple[str, torch.dtype], form: str
 ) -> None:
-    weights, pool = layer(kind, dtype, form), Pool(2)
+    (kind, dtype), pool = of, Pool(2)
+    weights = layer(kind, dtype, form)
     bound = BoundDecoder(weights, DIM, engine=engine)
     limit = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}[dtype]
     for rows, tokens in ((1, 1), (2, 3), (1, 8)):

@@ -14,6 +14,7 @@ from hybrid_kv.ops.native import library
 from hybrid_kv.ops.native.graph import nearest_keys
 from hybrid_kv.ops.native.rows import QuantisedKeys
 from hybrid_kv.ops.native.scans import FlatScan
+from tests.ops.native.engines import each_kernel_with
 from tests.ops.native.scan_data import (
     COUNTS,
     DIMS,
@@ -34,8 +35,7 @@ def int8(keys: torch.Tensor, engine: ctypes.CDLL) -> FlatScan:
     return FlatScan(keys, quantised, engine=engine)
 
 
-@pytest.mark.parametrize("dim", DIMS)
-@pytest.mark.parametrize("count", COUNTS)
+@each_kernel_with(dim=DIMS, count=COUNTS)
 def test_stored_keys_are_searched_exactly(
     engine: ctypes.CDLL, count: int, dim: int, dtype: torch.dtype
 ) -> None:
@@ -54,8 +54,7 @@ def test_any_number_of_queries(engine: ctypes.CDLL, num_queries: int, precision:
     assert result.scored == 2 * num_queries * 777 * (2 if precision == "int8" else 1)
 
 
-@pytest.mark.parametrize("dim", DIMS)
-@pytest.mark.parametrize("count", COUNTS)
+@each_kernel_with(dim=DIMS, count=COUNTS)
 def test_scores_by_codes_are_those_of_the_oracle(
     engine: ctypes.CDLL, count: int, dim: int, dtype: torch.dtype
 ) -> None:
@@ -191,8 +190,7 @@ def test_a_scan_follows_keys_that_grow_and_move(engine: ctypes.CDLL) -> None:
         assert [head.quantised.contents.count for head in planned] == [count, count]
 
 
-@pytest.mark.parametrize("num_queries", [0, 1, 255, 600])
-@pytest.mark.parametrize("threads", [1, 3])
+@each_kernel_with(num_queries=(0, 1, 255, 600), threads=(1, 3))
 def test_nearest_keys_are_those_of_a_search(
     engine: ctypes.CDLL, num_queries: int, threads: int, dtype: torch.dtype
 ) -> None:

@@ -69,7 +69,7 @@ def both(head: Head, isa: str, extra: Tensor | None = None, **params: int) -> Ke
 @pytest.mark.parametrize("dim", [8, 64, 72, 128])
 @pytest.mark.parametrize("max_degree", [16, 32, 64])
 def test_the_twin_builds_the_same(isa: str, dim: int, max_degree: int) -> None:
-    head = make_head(1000, dim, num_queries=300)
+    head = make_head(400, dim, num_queries=300)
     graph = both(head, isa, max_degree=max_degree)
     assert_sound(graph, head, max_degree)
 

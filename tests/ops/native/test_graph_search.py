@@ -15,13 +15,14 @@ from hybrid_kv.ops.native.graph import GraphSearcher
 from hybrid_kv.ops.native.library import Pool
 from hybrid_kv.ops.native.rows import QuantisedKeys
 from tests.ops.native import graph_oracle as portable
-from tests.ops.native.engines import each_engine, needs_engine
+from tests.ops.native.engines import each_engine, engine_params, needs_engine
 from tests.ops.native.graph_data import (
     Head,
     make_graph,
     make_head,
     reachable,
 )
+from tests.pairs import in_pairs
 
 pytestmark = needs_engine
 
@@ -58,10 +59,10 @@ _found: dict[tuple[int, ...], tuple[Any, Any]] = {}
 """Graphs with what the twin finds there, for the other engines that are given the same."""
 
 
-@each_engine
-@pytest.mark.parametrize("dim", [8, 64, 72, 128])
-@pytest.mark.parametrize("group", [1, 3, 4, 8])
-@pytest.mark.parametrize("max_degree", [16, 32, 64])
+@pytest.mark.parametrize(
+    ("isa", "dim", "group", "max_degree"),
+    in_pairs(engine_params(), (8, 64, 72, 128), (1, 3, 4, 8), (16, 32, 64)),
+)
 def test_the_twin_finds_the_same(isa: str, dim: int, group: int, max_degree: int) -> None:
     head = make_head(1000, dim)
     engine = library.load(isa)

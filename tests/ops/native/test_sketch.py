@@ -16,6 +16,7 @@ from hybrid_kv.ops import portable
 from hybrid_kv.ops.native.scans import SketchSearcher, SketchTier
 from hybrid_kv.ops.sketch_codes import SketchMap, SketchPlan
 from hybrid_kv.types import SearchResult
+from tests.ops.native.engines import each_kernel_with
 from tests.ops.native.scan_data import pool_of, strided
 from tests.ops.sketch_data import PLANS, make_map, make_tiers
 
@@ -59,8 +60,7 @@ class Case:
         return found
 
 
-@pytest.mark.parametrize("plan", PLANS.values(), ids=str)
-@pytest.mark.parametrize("dim", [1, 64, 70, 72, 128, 256])
+@each_kernel_with(plan=[*PLANS.values()], dim=(1, 64, 70, 72, 128, 256))
 def test_codes_are_those_of_the_twin(
     engine: ctypes.CDLL, plan: SketchPlan, dim: int, dtype: torch.dtype
 ) -> None:
@@ -78,8 +78,7 @@ def test_codes_are_those_of_the_twin(
     assert torch.equal(*by_key)
 
 
-@pytest.mark.parametrize("dim", [64, 70, 72, 128, 256])
-@pytest.mark.parametrize("count", [1, 15, 16, 17, 37, 1000])
+@each_kernel_with(dim=(64, 70, 72, 128, 256), count=(1, 15, 16, 17, 37, 1000))
 def test_searches_are_those_of_the_twin(
     engine: ctypes.CDLL, count: int, dim: int, dtype: torch.dtype
 ) -> None:
