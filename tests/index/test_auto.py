@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field
 from itertools import count, pairwise
 from pathlib import Path
@@ -379,33 +380,34 @@ def test_a_mixed_layer_comes_back_as_what_it_was(times: Times, tmp_path: Path) -
         auto.AutoIndex.load(path, keys + 1)
 
 
-@pytest.mark.parametrize(
-    ("own", "message"),
-    [
-        ([3], r"part 0 serves heads \[3\]"),
-        ([-1], r"part 0 serves heads \[-1\]"),
-        ([], r"part 0 serves heads \[\]"),
-        ([2, 2], r"part 0 serves heads \[2, 2\]"),
-        ([0], "was made for other keys"),
-        (None, r"its parts serve heads \[0, 1\] of 3"),
-    ],
-)
-def test_parts_that_do_not_make_a_layer_are_refused(
-    times: Times, tmp_path: Path, own: list[int] | None, message: str
-) -> None:
+REFUSED: list[tuple[list[int] | None, str]] = [
+    ([3], r"part 0 serves heads \[3\]"),
+    ([-1], r"part 0 serves heads \[-1\]"),
+    ([], r"part 0 serves heads \[\]"),
+    ([2, 2], r"part 0 serves heads \[2, 2\]"),
+    ([0], "was made for other keys"),
+    (None, r"its parts serve heads \[0, 1\] of 3"),
+]
+"""Heads that the first part of two says it serves, or no such part."""
+
+
+def test_parts_that_do_not_make_a_layer_are_refused(times: Times, tmp_path: Path) -> None:
     times |= {("graph", 0): 9e-4, ("graph", 1): 9e-4, ("sketch", 2): 2.5e-4}
     index, path = with_graphs(), tmp_path / "layer.hkv"
     index.save(path)
     meta, arrays = read_arrays(path, "auto")
     assert [part["heads"] for part in meta["parts"]] == [[2], [0, 1]]
-    if own is None:
-        del meta["parts"][0]
-        arrays = {name.replace("1/", "0/"): array for name, array in arrays.items()}
-    else:
-        meta["parts"][0]["heads"] = own
-    write_arrays(path, "auto", meta, arrays)
-    with pytest.raises(FileFormatError, match=message):
-        auto.AutoIndex.load(path, heads()[0])
+    for own, message in REFUSED:
+        changed, written = deepcopy(meta), arrays
+        if own is None:
+            del changed["parts"][0]
+            written = {name.replace("1/", "0/"): array for name, array in arrays.items()}
+        else:
+            changed["parts"][0]["heads"] = own
+        other = tmp_path / f"{own}.hkv"
+        write_arrays(other, "auto", changed, written)
+        with pytest.raises(FileFormatError, match=message):
+            auto.AutoIndex.load(other, heads()[0])
 
 
 def test_runs_of_heads_are_views() -> None:
