@@ -112,7 +112,8 @@ class FreeMemory:
 
 def free_memory() -> FreeMemory:
     """The least of what machine, container and process leave."""
-    found = [FreeMemory(psutil.virtual_memory().available), *_of_process(), *_of_container()]
+    machine = psutil.virtual_memory()
+    found = [FreeMemory(machine.available), *_of_process(), *_of_container(machine.total)]
     return min(found, key=lambda free: free.num_bytes)
 
 
@@ -138,10 +139,13 @@ def _of_process() -> Iterator[FreeMemory]:
         yield FreeMemory(max(0, limit - used), " within the limit of this process (ulimit -v)")
 
 
-def _of_container() -> Iterator[FreeMemory]:
+def _of_container(total_bytes: int) -> Iterator[FreeMemory]:
     for folder, names in _groups():
-        limit, used = (_number(folder / name) for name in names[:2])
-        if limit is not None and used is not None:
+        limit = _number(folder / names[0])
+        if limit is None or limit >= total_bytes:  # the machine's memory is met before
+            continue
+        used = _number(folder / names[1])
+        if used is not None:
             # Pages of files that nobody writes are given back when memory is asked for.
             cached = _stat(folder / "memory.stat", names[2])
             free = max(0, limit - used + min(cached, used))
@@ -163,10 +167,11 @@ def _groups() -> Iterator[tuple[Path, tuple[str, str, str]]]:
             names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
         else:
             continue
-        own = root / path.lstrip("/")
-        for folder in (own, *own.parents):
-            if folder.is_relative_to(root):
-                yield folder, names
+        folder = root / path.lstrip("/")
+        while folder != root:
+            yield folder, names
+            folder = folder.parent
+        yield root, names
 
 
 def _number(file: Path) -> int | None:

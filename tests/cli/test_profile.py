@@ -252,7 +252,7 @@ def test_a_context_beyond_the_model_is_refused(model: Path) -> None:
 def test_a_context_beyond_memory_is_refused_with_the_arithmetic(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    free = type("Memory", (), {"available": 10**9})
+    free = type("Memory", (), {"available": 10**9, "total": 10**10})
     monkeypatch.setattr(psutil, "virtual_memory", lambda: free)
     monkeypatch.setattr(bench, "load_model", lambda *a, **k: pytest.fail("loaded"))
     words = ("random:llama-3-8b", "--layers", 2, "--context", "32k,1m", "--fill", "synthetic")

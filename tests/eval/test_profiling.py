@@ -349,7 +349,7 @@ def test_contexts_beyond_memory_are_refused_before_the_model_is_loaded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sweep_module, "load_model", lambda *a, **k: pytest.fail("loaded"))
-    free = type("Memory", (), {"available": 2**30})
+    free = type("Memory", (), {"available": 2**30, "total": 2**33})
     monkeypatch.setattr(psutil, "virtual_memory", lambda: free)
     asked = ProfileArguments.of(
         {**TINY, "contexts": (1024, 2**20), "methods": ("full",), "fill": "synthetic"}
@@ -361,7 +361,7 @@ def test_contexts_beyond_memory_are_refused_before_the_model_is_loaded(
 def test_only_the_methods_that_do_not_fit_are_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = ProfileArguments.of({**TINY, **SMALL, "contexts": (2000,), "methods": ("full", "hnsw")})
     bench = open_bench(asked)
-    free = type("Memory", (), {"available": 2_600_000})
+    free = type("Memory", (), {"available": 2_600_000, "total": 2**33})
     monkeypatch.setattr(psutil, "virtual_memory", lambda: free)
     rows = list(sweep(bench))
     assert [row.status for row in rows] == ["ok", "skipped"]
@@ -382,7 +382,8 @@ def test_kept_kv_is_given_back_before_a_row_is_skipped(monkeypatch: pytest.Monke
         return forgotten[-1]
 
     def available() -> Any:
-        return type("Memory", (), {"available": free.pop(0) if free else 10**9})
+        left = free.pop(0) if free else 10**9
+        return type("Memory", (), {"available": left, "total": 2**40})
 
     monkeypatch.setattr(SyntheticContext, "forget_kv", heard)
     monkeypatch.setattr(sweep_module, "_predicted", lambda *_: {})

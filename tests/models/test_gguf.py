@@ -385,7 +385,7 @@ def test_weights_that_do_not_fit_are_refused_before_they_are_read(
     file: Path, monkeypatch: pytest.MonkeyPatch, dequantize: bool
 ) -> None:
     class Little:
-        available = 1000
+        available, total = 1000, 10**9
 
     monkeypatch.setattr(psutil, "virtual_memory", Little)
     with pytest.raises(

@@ -16,8 +16,9 @@ from tests import forked
 
 @pytest.fixture(autouse=True)
 def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """64 GB free, no limits; the folder stands for /proc/self and the cgroups."""
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=64 * 10**9))
+    """64 of 128 GB free, no limits; the folder stands for /proc/self and the cgroups."""
+    memory = SimpleNamespace(available=64 * 10**9, total=128 * 10**9)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
     monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY,) * 2)
     monkeypatch.setattr(host_memory, "_OWN", tmp_path)
     monkeypatch.setattr(host_memory, "_CGROUPS", tmp_path / "sys")
@@ -60,6 +61,18 @@ def test_the_first_version_of_cgroups_is_known(machine: Path) -> None:
     folder = machine / "sys" / "memory"
     write(folder, memory_limit_in_bytes=5000, memory_usage_in_bytes=6000, memory_stat="x 1")
     assert free_memory().num_bytes == 0
+
+
+def test_a_group_without_a_limit_that_counts_is_not_read_further(
+    machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first version of cgroups writes a number of 19 digits where there is no limit."""
+    write(machine, cgroup="4:memory:/")
+    write(machine / "sys" / "memory", memory_limit_in_bytes=2**63 - 4096, memory_usage_in_bytes=5)
+    read, plain = list[str](), Path.read_text
+    monkeypatch.setattr(Path, "read_text", lambda it: read.append(it.name) or plain(it))
+    assert free_memory().limit == ""
+    assert read == ["cgroup", "memory.limit_in_bytes"]
 
 
 def test_damaged_files_are_no_limit(machine: Path) -> None:

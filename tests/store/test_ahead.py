@@ -115,7 +115,9 @@ def test_memory_that_lacks_further_on_is_said_to_who_needs_it(
     rows = pinned.take((2, 10**6, 8), torch.float16, LOCKED)
     before = rows.locked
     with monkeypatch.context() as patch:
-        patch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=2**20))
+        patch.setattr(
+            psutil, "virtual_memory", lambda: SimpleNamespace(available=2**20, total=2**30)
+        )
         pinned.begin_lock(rows, 200_000)
         with pytest.raises(CapacityError, match="the cache grows by"):
             pinned.lock(rows, 200_000)

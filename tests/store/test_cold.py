@@ -501,7 +501,9 @@ def test_a_row_that_cannot_grow_for_lack_of_memory_is_as_before(
     cold = ColdStore(SHAPE, torch.float32, 1, pinned=PinnedAllocator())
     add(cold, 0, 5000)
     with monkeypatch.context() as patch:
-        patch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=2**20))
+        patch.setattr(
+            psutil, "virtual_memory", lambda: SimpleNamespace(available=2**20, total=2**30)
+        )
         with pytest.raises(CapacityError, match="the cache grows by"):
             add(cold, 5000, 100_000)
     check_cold(cold)

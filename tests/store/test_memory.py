@@ -87,7 +87,7 @@ def test_other_errors_of_a_mapping_are_not_taken_for_a_lack_of_memory(
 def test_memory_that_would_be_committed_is_there_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """The system grants more than it has, and kills the process that writes to it."""
     old = allocate([3, 2**20], torch.float16, HOST, 1)
-    empty = SimpleNamespace(available=5 * 2**20)
+    empty = SimpleNamespace(available=5 * 2**20, total=2**30)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: empty)
     with pytest.raises(
         CapacityError, match=r"grows by 6,291,456 bytes, 5,242,880 bytes are free; shorten"
