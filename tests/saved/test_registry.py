@@ -56,7 +56,7 @@ def text(count: int, *more: str) -> str:
 
 
 def generated(llm: hkv.LLM, prompt: str) -> tuple[list[int], int]:
-    answer = llm.generate(prompt, max_new_tokens=8)
+    answer = llm.generate(prompt, max_new_tokens=3)
     return answer.token_ids, answer.reused_tokens
 
 
@@ -84,7 +84,7 @@ def test_a_context_begins_with_what_is_there(
 ) -> None:
     with cached(plain, None, method) as llm:
         expected = [
-            llm.context(text(count)).ask("oak fox", max_new_tokens=8).token_ids
+            llm.context(text(count)).ask("oak fox", max_new_tokens=3).token_ids
             for count in (900, 500, 901)
         ]
     with cached(plain, tmp_path, method) as llm:
@@ -94,7 +94,7 @@ def test_a_context_begins_with_what_is_there(
         for count in (900, 500, 901):
             context = llm.context(text(count))
             cache_of(context).check_integrity()
-            found.append(context.ask("oak fox", max_new_tokens=8).token_ids)
+            found.append(context.ask("oak fox", max_new_tokens=3).token_ids)
         counters = llm.prefixes.registry.counters
     assert found == expected
     assert (counters.hits, counters.misses) == (3, 1)
@@ -109,10 +109,10 @@ def test_a_method_that_does_not_keep_everything_takes_whole_contexts_alone(
     settings = {"page_size": 16} | (SMALL if method == "streaming_llm" else {})
     with cached(plain, None, method, **settings) as llm:
         expected = generated(llm, text(700))[0]
-        asked = llm.context(text(700)).ask("oak", max_new_tokens=8).token_ids
+        asked = llm.context(text(700)).ask("oak", max_new_tokens=3).token_ids
     with cached(plain, tmp_path, method, **settings) as llm:
-        assert llm.context(text(700)).ask("oak", max_new_tokens=8).token_ids == asked
-        assert llm.context(text(700)).ask("oak", max_new_tokens=8).token_ids == asked
+        assert llm.context(text(700)).ask("oak", max_new_tokens=3).token_ids == asked
+        assert llm.context(text(700)).ask("oak", max_new_tokens=3).token_ids == asked
         assert llm.prefixes.registry.counters.tokens_saved == 700
         llm.context(text(690))
         assert generated(llm, text(700)) == (expected, 0)

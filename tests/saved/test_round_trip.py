@@ -56,7 +56,7 @@ def plain() -> PreTrainedModel:
 
 
 def answers(context: hkv.Context, **options: Any) -> list[list[int]]:
-    return [context.ask(question, max_new_tokens=6, **options).token_ids for question in QUESTIONS]
+    return [context.ask(question, max_new_tokens=3, **options).token_ids for question in QUESTIONS]
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -227,8 +227,8 @@ def test_a_long_answer_goes_on_behind_the_file(plain: PreTrainedModel, tmp_path:
     with loaded(plain, "hybrid", **METHODS["hybrid"]) as llm:
         context = llm.context(TEXT)
         context.save(tmp_path / "a.hkv")
-        expected = context.ask("oak", max_new_tokens=100).token_ids
-        assert llm.open(tmp_path / "a.hkv").ask("oak", max_new_tokens=100).token_ids == expected
+        expected = context.ask("oak", max_new_tokens=40).token_ids
+        assert llm.open(tmp_path / "a.hkv").ask("oak", max_new_tokens=40).token_ids == expected
         verify_context(tmp_path / "a.hkv")
 
 
