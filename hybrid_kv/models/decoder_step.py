@@ -31,17 +31,19 @@ from hybrid_kv.ops.native.linear import MAX_TOKENS, PLAIN, TensorLayout, multipl
 
 _BEFORE = {"before_attention": "input_layernorm", "before_feed_forward": "post_attention_layernorm"}
 _AROUND = {
-    **{"before_attention": "input_layernorm", "after_attention": "post_attention_layernorm"},
-    **{"before_feed_forward": "pre_feedforward_layernorm"},
-    **{"after_feed_forward": "post_feedforward_layernorm"},
+    "before_attention": "input_layernorm",
+    "after_attention": "post_attention_layernorm",
+    "before_feed_forward": "pre_feedforward_layernorm",
+    "after_feed_forward": "post_feedforward_layernorm",
 }
 
 
 class _Family(NamedTuple):
-    """Layers of transformers that compute what `hybrid_kv_decoder.h` says; in what they differ.
+    """Decoder layers of transformers that compute what `hybrid_kv_decoder.h` says.
 
-    norms: their names there, and as modules of a layer. zero_centred, epsilon: of these, the second
-    as an attribute. has_softcap: whether scores of attention may be capped.
+    norms: modules of a layer, by their names in `DecoderWeights`. zero_centred: norms store their
+    weights less 1. epsilon: the attribute of a norm that holds it. has_softcap: attention scores
+    may be capped.
     """
 
     norms: dict[str, str] = _BEFORE
@@ -58,8 +60,8 @@ _FAMILIES = {
     "Gemma3": _Family(_AROUND, zero_centred=True, epsilon="eps"),
 }
 """By the name that their classes have in front of `DecoderLayer`, `Attention`, `MLP`, `RMSNorm`."""
-_NUMBERS = ("variance_epsilon", "eps", "residual_multiplier", "act", "_norm")
-"""What parts of a layer compute with beside their weights."""
+_BESIDE_WEIGHTS = ("variance_epsilon", "eps", "act", "_norm")
+"""Attributes of a layer's parts that change what they compute: of norms, and of an activation."""
 _INPUTS = {"attention_mask", "position_ids", "use_cache", "position_embeddings", *CACHE_NAMES}
 """Arguments that such a layer takes beside its hidden states."""
 
@@ -119,7 +121,7 @@ class DecoderStep:
         key: list[Any] = [type(layer).forward, layer.__dict__.get("residual_multiplier")]
         for part in parts:
             key += (part, type(part).forward, getattr(type(part), "_norm", None))
-            key += map(part.__dict__.get, _NUMBERS)
+            key += map(part.__dict__.get, _BESIDE_WEIGHTS)
             key += [
                 TensorLayout.of(one) if isinstance(one, Tensor) and type(one) in PLAIN else id(one)
                 for one in part._parameters.values()
