@@ -153,7 +153,7 @@ def agreed(
             elif value != facts[name]:
                 raise ConfigError(
                     f"node {worker.node.name} must have {name} {facts[name]}, as {whose[name]}, "
-                    f"got {value}; what comes out would depend on the node"
+                    f"got {value}; what comes out would depend on the node: make them alike"
                 )
     return facts
 

@@ -19,12 +19,15 @@ from time import monotonic
 from types import TracebackType
 from typing import Any
 
+import torch
+
 from hybrid_kv.api import load
 from hybrid_kv.config import HybridConfig
 from hybrid_kv.contest.arguments import EvalArguments
 from hybrid_kv.contest.evaluation import CellSource, Evaluation
 from hybrid_kv.contest.folder import Key, key_of
 from hybrid_kv.errors import HybridKVError
+from hybrid_kv.ops.native.library import pool_threads
 from hybrid_kv.plugin import load_plugin
 from hybrid_kv.ray.cluster import (
     ClusterError,
@@ -49,6 +52,8 @@ _LOOK_S = 2.0
 """From one look at nodes to the next."""
 _MOST_ENDED = 2
 """Workers that one cell may end: it would take a cluster down node by node."""
+_THREADS = "threads"
+"""Name of a fact: sums of floats, and all times, depend on how many compute."""
 
 
 @dataclass(slots=True)
@@ -100,7 +105,8 @@ class ClusterEvaluation(CellSource):
         except BaseException:
             self.close()
             raise
-        self.machine = {name: value for name, value in self._facts.items() if name not in own}
+        apart = {*own, _THREADS}  # what a folder of results need not have in common
+        self.machine = {name: value for name, value in self._facts.items() if name not in apart}
 
     def load(self) -> None:
         """Loads the model on all nodes.
@@ -276,8 +282,9 @@ class EvalWorker:
             os.chdir(folder)
 
     def facts(self) -> NodeFacts:
-        """Versions of packages, and what the folder of results has in common."""
-        return {**probe_environment().versions, **self._asked.on_machine()}
+        """Versions of packages, threads, and what the folder of results has in common."""
+        threads = f"{torch.get_num_threads()} of torch and {pool_threads()} of the engine"
+        return {**probe_environment().versions, _THREADS: threads, **self._asked.on_machine()}
 
     def join(self) -> NodeFacts:
         """Loads the model; facts that a node has in common with those before it."""

@@ -72,6 +72,26 @@ class LoadedReplica:
     facts: NodeFacts
 
 
+@dataclass(frozen=True, slots=True)
+class RemoteModel:
+    """A model whose weights only its replicas have; see `ServedModel`."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    config: HybridConfig
+
+    @classmethod
+    def of(cls, loaded: LoadedReplica) -> RemoteModel:
+        """The model without its weights."""
+        with torch.device("meta"):
+            model = loaded.kind(loaded.config)
+        model.generation_config = loaded.generation
+        return cls(model, loaded.tokenizer, loaded.settings)
+
+    def require_tokenizer(self) -> PreTrainedTokenizerBase:
+        return self.tokenizer
+
+
 class Replica:
     """An actor of Ray: the engine of `hybrid-kv serve`, asked from afar.
 

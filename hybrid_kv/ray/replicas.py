@@ -22,10 +22,6 @@ from statistics import fmean
 from time import monotonic
 from typing import Any
 
-import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-from hybrid_kv.config import HybridConfig
 from hybrid_kv.errors import BusyError, HybridKVError
 from hybrid_kv.ray.cluster import (
     ClusterNode,
@@ -39,7 +35,7 @@ from hybrid_kv.ray.cluster import (
     name_waiting,
     trial_ends,
 )
-from hybrid_kv.ray.replica import LoadedReplica, Replica, ReplicaSpec, Router
+from hybrid_kv.ray.replica import LoadedReplica, RemoteModel, Replica, ReplicaSpec, Router
 from hybrid_kv.report import probe_environment
 from hybrid_kv.serve import (
     EngineStats,
@@ -61,26 +57,6 @@ _MOST_ENDED = 2
 """Replicas of a node that may end while they load."""
 _MORE_THREADS = 4
 """Of a replica, beside those of its requests: for figures and cancelling."""
-
-
-@dataclass(frozen=True, slots=True)
-class RemoteModel:
-    """A model whose weights only its replicas have; see `ServedModel`."""
-
-    model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase
-    config: HybridConfig
-
-    @classmethod
-    def of(cls, loaded: LoadedReplica) -> RemoteModel:
-        """The model without its weights."""
-        with torch.device("meta"):
-            model = loaded.kind(loaded.config)
-        model.generation_config = loaded.generation
-        return cls(model, loaded.tokenizer, loaded.settings)
-
-    def require_tokenizer(self) -> PreTrainedTokenizerBase:
-        return self.tokenizer
 
 
 class Replicas:

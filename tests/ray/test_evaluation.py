@@ -214,6 +214,17 @@ def test_a_node_with_another_version_is_refused(
     assert any(map(waits.fullmatch, told))
 
 
+def test_a_node_with_another_number_of_threads_is_refused(cluster: Any, model: Path) -> None:
+    other = cluster.add_node(num_cpus=1, env_vars={"HYBRID_KV_THREADS": "7"})
+    with pytest.raises(
+        ConfigError, match=r"must have threads 1 of torch and \d of the engine, as node "
+    ) as told:
+        ClusterEvaluation(cluster.address, arguments(model))
+    cluster.remove_node(other, allow_graceful=False)
+    assert "1 of torch and 7 of the engine" in str(told.value)
+    assert str(told.value).endswith("what comes out would depend on the node: make them alike")
+
+
 def test_a_node_without_the_package_is_refused(cluster: Any, tmp_path: Path) -> None:
     source = tmp_path / "only_here.py"
     source.write_text("class Worker:\n    def facts(self):\n        return {}\n")
