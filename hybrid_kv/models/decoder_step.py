@@ -8,7 +8,7 @@ engine, from packed or 16-bit weights. The model is never touched: while a step 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
@@ -29,6 +29,21 @@ from hybrid_kv.ops.native.decoder import BoundDecoder, DecoderWeights, Matrix, N
 from hybrid_kv.ops.native.library import Pool, engine_state, pool_here
 from hybrid_kv.ops.native.linear import MAX_TOKENS, PLAIN, TensorLayout, multiplies
 
+_LINEAR = {
+    "self_attn.q_proj": ("query",),
+    "self_attn.k_proj": ("key",),
+    "self_attn.v_proj": ("value",),
+    "self_attn.o_proj": ("output",),
+    "mlp.gate_proj": ("gate",),
+    "mlp.up_proj": ("up",),
+    "mlp.down_proj": ("down",),
+}
+_FUSED = {
+    "self_attn.qkv_proj": ("query", "key", "value"),
+    "self_attn.o_proj": ("output",),
+    "mlp.gate_up_proj": ("gate", "up"),
+    "mlp.down_proj": ("down",),
+}
 _BEFORE = {"before_attention": "input_layernorm", "before_feed_forward": "post_attention_layernorm"}
 _AROUND = {
     "before_attention": "input_layernorm",
@@ -41,27 +56,41 @@ _AROUND = {
 class _Family(NamedTuple):
     """Decoder layers of transformers that compute what `hybrid_kv_decoder.h` says.
 
-    norms: modules of a layer, by their names in `DecoderWeights`. zero_centred: norms store their
-    weights less 1. epsilon: the attribute of a norm that holds it. has_softcap: attention scores
-    may be capped.
+    norms: modules of a layer, by their names in `DecoderWeights`. linear: the names there of what
+    each linear layer computes, in the order of its outputs. zero_centred: norms store their weights
+    less 1. epsilon: the attribute of a norm that holds it. activation: that of a feed-forward.
+    dropouts: modules of a layer that act in training alone. has_softcap: attention scores may be
+    capped. partial: a part of each head may be rotated.
     """
 
     norms: dict[str, str] = _BEFORE
+    linear: Mapping[str, tuple[str, ...]] = _LINEAR
     zero_centred: bool = False
     epsilon: str = "variance_epsilon"
+    activation: str = "act_fn"
+    dropouts: tuple[str, ...] = ()
     has_softcap: bool = False
+    partial: bool = False
 
 
-_LIKE_LLAMA = _Family()
+_LIKE_LLAMA = "Llama", "Mistral", "Ministral", "Qwen2", "Qwen3", "Granite", "SmolLM3"
 _FAMILIES = {
-    **dict.fromkeys(("Llama", "Mistral", "Qwen2", "Qwen3", "Granite"), _LIKE_LLAMA),
-    "Gemma": _Family(_BEFORE, zero_centred=True, epsilon="eps"),
+    **dict.fromkeys(_LIKE_LLAMA, _Family()),
+    "Phi3": _Family(
+        linear=_FUSED,
+        activation="activation_fn",
+        dropouts=("resid_attn_dropout", "resid_mlp_dropout"),
+        partial=True,
+    ),
+    "Gemma": _Family(zero_centred=True, epsilon="eps"),
     "Gemma2": _Family(_AROUND, zero_centred=True, epsilon="eps", has_softcap=True),
     "Gemma3": _Family(_AROUND, zero_centred=True, epsilon="eps"),
 }
 """By the name that their classes have in front of `DecoderLayer`, `Attention`, `MLP`, `RMSNorm`."""
-_BESIDE_WEIGHTS = ("variance_epsilon", "eps", "act", "_norm")
-"""Attributes of a layer's parts that change what they compute: of norms, and of an activation."""
+_BESIDE_WEIGHTS = ("variance_epsilon", "eps", "act", "_norm", "use_rope")
+"""Attributes of a layer's parts that change what they compute: of norms and an activation, and
+whether attention rotates.
+"""
 _INPUTS = {"attention_mask", "position_ids", "use_cache", "position_embeddings", *CACHE_NAMES}
 """Arguments that such a layer takes beside its hidden states."""
 
@@ -102,7 +131,7 @@ class DecoderStep:
         self._by_tokens: dict[int, BoundDecoder | None] = {}
         self._bound: BoundDecoder | None = None  # of the step that passes
         self._pool: Pool | None = None
-        self._has_softcap = False
+        self._has_softcap, self._rotates = False, True
 
     def begin(self, num_tokens: int, pool: Pool | None) -> bool:
         """Whether the engine computes this layer in a step of so many tokens, by these threads."""
@@ -113,6 +142,7 @@ class DecoderStep:
         for part in parts:  # each may be exchanged or listened to, and by anybody
             if (
                 "forward" in part.__dict__
+                or part.training
                 or part._compiled_call_impl is not None
                 or part._forward_hooks
                 or part._forward_pre_hooks
@@ -136,7 +166,8 @@ class DecoderStep:
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """The layer's output [B, T, hidden] of hidden states, which attend to the cache."""
-        bound, cache, rotation = self._bound, passed(kwargs), kwargs.get("position_embeddings")
+        bound, cache = self._bound, passed(kwargs)
+        rotation = kwargs.get("position_embeddings") if self._rotates else ()
         if (
             bound is None
             or is_dynamo_compiling()  # of what the user compiled around it
@@ -180,33 +211,28 @@ class DecoderStep:
             "of_queries": getattr(attention, "q_norm", None),
             "of_keys": getattr(attention, "k_norm", None),
         }
-        linear = {
-            "query": attention.q_proj,
-            "key": attention.k_proj,
-            "value": attention.v_proj,
-            "output": attention.o_proj,
-            "gate": feed_forward.gate_proj,
-            "up": feed_forward.up_proj,
-            "down": feed_forward.down_proj,
-        }
         weights: dict[str, Any] = {
             name: norm and Norm(norm.weight, getattr(norm, family.epsilon), family.zero_centred)
             for name, norm in norms.items()
         }
         if any(one and not _is_plain(one.weight, dtype) for one in weights.values()):
             return None
-        for name, module in linear.items():
-            weights[name] = self._matrix(module, dtype, num_tokens)
-            if weights[name] is None:
+        linear: list[Any] = [layer.get_submodule(path) for path in family.linear]
+        for module, names in zip(linear, family.linear.values(), strict=True):
+            matrix = self._matrix(module, dtype, num_tokens)
+            if matrix is None:
                 return None
-        if all(type(one) is nn.Linear and is_small(one.weight) for one in linear.values()):
+            shares = [attention.num_key_value_groups if one == "query" else 1 for one in names]
+            weights.update(zip(names, matrix.parts(shares), strict=True))
+        if all(type(one) is nn.Linear and is_small(one.weight) for one in linear):
             return None  # of which no trial tells
-        weights["activation"] = _activation(feed_forward.act_fn)
+        weights["activation"] = _activation(getattr(feed_forward, family.activation))
         weights["residual_scale"] = getattr(layer, "residual_multiplier", 1.0)
         if weights["residual_scale"] == 0:
             return None
         self._has_softcap = family.has_softcap
-        return BoundDecoder(DecoderWeights(**weights), attention.head_dim)
+        self._rotates = getattr(attention, "use_rope", True)
+        return BoundDecoder(DecoderWeights(**weights), attention.head_dim, partial=family.partial)
 
     def _matrix(self, module: nn.Module, dtype: torch.dtype, num_tokens: int) -> Matrix | None:
         """A linear layer as the engine takes it; None where it does not, or torch is faster."""
@@ -249,7 +275,9 @@ def _family_of(layer: nn.Module) -> _Family | None:
     named: list[tuple[Any, str]] = [(norm, "RMSNorm") for norm in norms]
     named += [(layer, "DecoderLayer"), (attention, "Attention"), (feed_forward, "MLP")]
     home = f"transformers.models.{name.lower()}.modeling_{name.lower()}"
-    is_known = _activation(getattr(feed_forward, "act_fn", None)) is not None and all(
+    if any(type(getattr(layer, one, None)) is not nn.Dropout for one in family.dropouts):
+        return None
+    is_known = _activation(getattr(feed_forward, family.activation, None)) is not None and all(
         (type(part).__module__, type(part).__name__) == (home, name + kind)
         # Else somebody has put another one there.
         and all(

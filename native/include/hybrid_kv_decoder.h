@@ -48,10 +48,13 @@ typedef struct hkv_decoder {
 } hkv_decoder;
 
 /* What attention takes of `tokens` (at most HKV_LINEAR_TOKENS) hidden states [tokens, hidden]: queries, keys and
- * values [tokens, heads * head_dim]. cosines, sines: [tokens, head_dim]. All are of the dtype.
+ * values [tokens, heads * head_dim]. All are of the dtype.
+ *
+ * rotary_dim: leading channels of a head that are rotated, even; 0 for none. cosines, sines: [tokens, rotary_dim].
  */
 HKV_API int hkv_decoder_inputs(hkv_pool *pool, const hkv_decoder *layer, int64_t tokens, const void *hidden,
-                               const void *cosines, const void *sines, void *queries, void *keys, void *values);
+                               int64_t rotary_dim, const void *cosines, const void *sines, void *queries,
+                               void *keys, void *values);
 
 /* The layer's output [tokens, hidden] from its hidden states and what they attended [tokens, heads * head_dim]. */
 HKV_API int hkv_decoder_outputs(hkv_pool *pool, const hkv_decoder *layer, int64_t tokens, const void *hidden,

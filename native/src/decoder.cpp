@@ -11,7 +11,7 @@
 namespace hkv {
 namespace {
 
-/// A value as the element type holds it: models round scratch their operations.
+/// A value as the element type holds it: models round their operations.
 template <typename Element>
 float as(float value) {
   Element held;
@@ -34,6 +34,13 @@ struct Scratch {
   std::vector<float> floats;
 };
 
+/// Of the first `dim` channels of heads; cosines, sines: [tokens, dim].
+template <typename Element>
+struct Rotation {
+  int64_t dim;
+  const Element *cosines, *sines;
+};
+
 /// Twice sqrt(2 / pi), and .044715 of it: GELU's tanh is of their half.
 constexpr float kGelu = 1.5957691216057308f, kGeluCubed = kGelu * 0.044715f;
 
@@ -43,16 +50,16 @@ class Decoder {
   Decoder(hkv_pool *pool, const hkv_decoder &layer, int64_t tokens)
       : pool_(pool), layer_(layer), tokens_(tokens) {}
 
-  void inputs(const Element *hidden, const Element *cosines, const Element *sines, Element *queries,
-              Element *keys, Element *values) {
+  void inputs(const Element *hidden, const Rotation<Element> &by, Element *queries, Element *keys,
+              Element *values) {
     const int64_t width = layer_.query.num_inputs;
     grow(own().normed, tokens_ * width);
     norm(layer_.before_attention, hidden, tokens_, width, own().normed.data());
     multiply(layer_.query, own().normed.data(), queries);
     multiply(layer_.key, own().normed.data(), keys);
     multiply(layer_.value, own().normed.data(), values);
-    rotate(layer_.of_queries, layer_.query.num_outputs, cosines, sines, queries);
-    rotate(layer_.of_keys, layer_.key.num_outputs, cosines, sines, keys);
+    rotate(layer_.of_queries, layer_.query.num_outputs, by, queries);
+    rotate(layer_.of_keys, layer_.key.num_outputs, by, keys);
   }
 
   void outputs(const Element *hidden, const Element *attended, Element *out) {
@@ -117,18 +124,19 @@ class Decoder {
     }
   }
 
-  /// Norms and rotates the heads of rows [tokens, width] by [tokens, head_dim]; channel i and the one half a
-  /// head behind it are a pair.
-  void rotate(const hkv_norm &by, int64_t width, const Element *cosines, const Element *sines,
-            Element *heads) const {
-    const int64_t dim = layer_.head_dim, half = dim / 2;
-    if (by.weight != nullptr) norm(by, heads, tokens_ * width / dim, dim, heads);
-    for (int64_t token = 0; token < tokens_; ++token, cosines += dim, sines += dim)
+  /// Norms and rotates the heads of rows [tokens, width]; channel i and the one half a rotation behind it
+  /// are a pair.
+  void rotate(const hkv_norm &norms, int64_t width, Rotation<Element> by, Element *heads) const {
+    const int64_t dim = layer_.head_dim, half = by.dim / 2;
+    if (norms.weight != nullptr) norm(norms, heads, tokens_ * width / dim, dim, heads);
+    if (half == 0) return;
+    for (int64_t token = 0; token < tokens_; ++token, by.cosines += by.dim, by.sines += by.dim)
       for (int64_t head = 0; head < width / dim; ++head, heads += dim)
         for (int64_t i = 0; i < half; ++i) {
           const float low = to_float(heads[i]), high = to_float(heads[i + half]);
-          round_to(product(low, cosines[i]) + product(-high, sines[i]), heads[i]);
-          round_to(product(high, cosines[i + half]) + product(low, sines[i + half]), heads[i + half]);
+          round_to(product(low, by.cosines[i]) + product(-high, by.sines[i]), heads[i]);
+          round_to(product(high, by.cosines[i + half]) + product(low, by.sines[i + half]),
+                   heads[i + half]);
         }
   }
 
@@ -213,17 +221,20 @@ int with_decoder(hkv_pool *pool, const hkv_decoder *layer, int64_t tokens, Body 
 }  // namespace hkv
 
 extern "C" int hkv_decoder_inputs(hkv_pool *pool, const hkv_decoder *layer, int64_t tokens,
-                                  const void *hidden, const void *cosines, const void *sines,
-                                  void *queries, void *keys, void *values) {
+                                  const void *hidden, int64_t rotary_dim, const void *cosines,
+                                  const void *sines, void *queries, void *keys, void *values) {
   return hkv::with_decoder(pool, layer, tokens, [&](auto decoder, auto *element) {
     using Pointer = decltype(element);
-    using Out = std::remove_const_t<std::remove_pointer_t<Pointer>> *;
-    hkv::require(hidden != nullptr && cosines != nullptr && sines != nullptr && queries != nullptr &&
-                     keys != nullptr && values != nullptr,
+    using Element = std::remove_const_t<std::remove_pointer_t<Pointer>>;
+    hkv::require(rotary_dim >= 0 && rotary_dim <= layer->head_dim && rotary_dim % 2 == 0,
+                 "rotary_dim must be even, and 0 to head_dim");
+    hkv::require(hidden != nullptr && queries != nullptr && keys != nullptr && values != nullptr &&
+                     (rotary_dim == 0 || (cosines != nullptr && sines != nullptr)),
                  "arrays must not be NULL");
-    decoder.inputs(static_cast<Pointer>(hidden), static_cast<Pointer>(cosines),
-                   static_cast<Pointer>(sines), static_cast<Out>(queries), static_cast<Out>(keys),
-                   static_cast<Out>(values));
+    const hkv::Rotation<Element> by{rotary_dim, static_cast<Pointer>(cosines),
+                                    static_cast<Pointer>(sines)};
+    decoder.inputs(static_cast<Pointer>(hidden), by, static_cast<Element *>(queries),
+                   static_cast<Element *>(keys), static_cast<Element *>(values));
   });
 }
 

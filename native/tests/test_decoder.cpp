@@ -100,16 +100,17 @@ std::vector<double> row(const Rows &rows, int64_t at, int32_t size) {
   return out;
 }
 
-/// Heads of a token, normed where there is a norm, and turned.
+/// Heads of a token, normed where there is a norm, of which the first channels are turned.
 std::vector<double> turned(std::vector<double> heads, const Rows *norm, const Rows &cosines,
-                           const Rows &sines, int64_t token, bool gemma) {
+                           const Rows &sines, int32_t rotary_dim, int64_t token, bool gemma) {
   for (size_t head = 0; head < heads.size(); head += kDim) {
     std::vector<double> one(heads.begin() + static_cast<long>(head),
                             heads.begin() + static_cast<long>(head) + kDim);
     if (norm != nullptr) one = normed(one, *norm, gemma);
-    for (int32_t i = 0; i < kDim; ++i) {
-      const double pair = i < kDim / 2 ? -one[static_cast<size_t>(i + kDim / 2)]
-                                       : one[static_cast<size_t>(i - kDim / 2)];
+    for (int32_t i = 0; i < kDim; ++i) heads[head + static_cast<size_t>(i)] = one[static_cast<size_t>(i)];
+    for (int32_t i = 0, half = rotary_dim / 2; i < rotary_dim; ++i) {
+      const double pair =
+          i < half ? -one[static_cast<size_t>(i + half)] : one[static_cast<size_t>(i - half)];
       heads[head + static_cast<size_t>(i)] =
           one[static_cast<size_t>(i)] * static_cast<double>(cosines.at(token, i)) +
           pair * static_cast<double>(sines.at(token, i));
@@ -123,18 +124,21 @@ void add(std::vector<double> &x, std::vector<double> other, const Rows &norm, bo
   for (size_t i = 0; i < x.size(); ++i) x[i] += other[i] * (gemma ? double{kResidual} : 1);
 }
 
-void check_layer(int32_t dtype, int64_t tokens, bool gemma = false, hkv_pool *pool = nullptr) {
+void check_layer(int32_t dtype, int64_t tokens, bool gemma = false, int32_t rotary_dim = kDim,
+                 hkv_pool *pool = nullptr) {
   const Layer layer(dtype);
   const hkv_decoder described = layer.described(dtype, gemma);
   const Rows hidden(random_floats(tokens * kHidden, 12), kHidden, dtype);
   const Rows attended(random_floats(tokens * kQueries, 13), kQueries, dtype);
-  const Rows cosines(random_floats(tokens * kDim, 14), kDim, dtype);
-  const Rows sines(random_floats(tokens * kDim, 15), kDim, dtype);
+  const int32_t width = rotary_dim == 0 ? 1 : rotary_dim;
+  const Rows cosines(random_floats(tokens * width, 14), width, dtype);
+  const Rows sines(random_floats(tokens * width, 15), width, dtype);
   std::vector<uint16_t> q(static_cast<size_t>(tokens * kQueries)),
       k(static_cast<size_t>(tokens * kKeys)), v(k.size()),
       out(static_cast<size_t>(tokens * kHidden));
-  CHECK_OK(hkv_decoder_inputs(pool, &described, tokens, hidden.keys().data, cosines.keys().data,
-                              sines.keys().data, q.data(), k.data(), v.data()));
+  CHECK_OK(hkv_decoder_inputs(pool, &described, tokens, hidden.keys().data, rotary_dim,
+                              cosines.keys().data, sines.keys().data, q.data(), k.data(),
+                              v.data()));
   CHECK_OK(hkv_decoder_outputs(pool, &described, tokens, hidden.keys().data, attended.keys().data,
                                out.data()));
   for (int64_t token = 0; token < tokens; ++token) {
@@ -143,9 +147,10 @@ void check_layer(int32_t dtype, int64_t tokens, bool gemma = false, hkv_pool *po
     std::vector<double> queries = product(layer.query, kQueries, in);
     for (int32_t i = 0; i < kQueries; ++i)
       queries[static_cast<size_t>(i)] += static_cast<double>(layer.bias.at(i, 0));
-    check_near(q, token * kQueries, dtype, turned(queries, &layer.of_heads, cosines, sines, token, gemma));
+    check_near(q, token * kQueries, dtype, 
+               turned(queries, &layer.of_heads, cosines, sines, rotary_dim, token, gemma));
     check_near(k, token * kKeys, dtype,
-               turned(product(layer.key, kKeys, in), nullptr, cosines, sines, token, gemma));
+               turned(product(layer.key, kKeys, in), nullptr, cosines, sines, rotary_dim, token, gemma));
     check_near(v, token * kKeys, dtype, product(layer.value, kKeys, in));
     add(x, product(layer.output, kHidden, row(attended, token, kQueries)), layer.third, gemma);
     const std::vector<double> inner = normed(x, layer.second, gemma);
@@ -169,10 +174,19 @@ CLAIM(a_decoder_layer_is_its_operations_one_after_the_other) {
       for (const bool gemma : {false, true}) check_layer(dtype, tokens, gemma);
 }
 
+CLAIM(a_part_of_each_head_may_be_rotated) {
+  for (const int32_t dtype : {HKV_F16, HKV_BF16})
+    for (const int32_t rotary_dim : {2, 4}) check_layer(dtype, 3, true, rotary_dim);
+}
+
+CLAIM(heads_need_not_be_rotated) {
+  for (const int32_t dtype : {HKV_F16, HKV_BF16}) check_layer(dtype, 3, false, 0);
+}
+
 CLAIM(threads_share_the_products_of_a_decoder_layer) {
   hkv_pool *pool = nullptr;
   CHECK_OK(hkv_pool_create(3, nullptr, 0, &pool));
-  check_layer(HKV_BF16, 2, true, pool);
+  check_layer(HKV_BF16, 2, true, kDim, pool);
   hkv_pool_destroy(pool);
 }
 
@@ -181,21 +195,33 @@ CLAIM(layers_that_do_not_fit_together_are_refused) {
   const Rows rows(random_floats(8 * 64, 1), 64, HKV_BF16);
   const void *data = rows.keys().data;
   std::vector<uint16_t> out(8 * 64);
+  int64_t rotary_dim = kDim;
+  const void *angles = data;
   const auto status = [&](auto change, int64_t tokens = 1, const void *from = nullptr) {
     hkv_decoder wrong = layer.described(HKV_BF16);
     change(wrong);
     const void *hidden = from == nullptr ? data : nullptr;
-    const int inputs = hkv_decoder_inputs(nullptr, &wrong, tokens, hidden, data, data, out.data(),
-                                          out.data(), out.data());
+    const int inputs = hkv_decoder_inputs(nullptr, &wrong, tokens, hidden, rotary_dim, angles, angles,
+                                          out.data(), out.data(), out.data());
     return inputs == HKV_OK ? hkv_decoder_outputs(nullptr, &wrong, tokens, hidden, data, out.data())
                             : inputs;
   };
   const auto as_it_is = [](hkv_decoder &) {};
   CHECK(status(as_it_is) == HKV_OK);
   CHECK(status(as_it_is, 1, data) == HKV_INVALID);
+  for (const int64_t wrong : {int64_t{-2}, int64_t{3}, int64_t{kDim} + 2}) {
+    rotary_dim = wrong;
+    CHECK(status(as_it_is) == HKV_INVALID);
+  }
+  angles = nullptr;
+  rotary_dim = 0;
+  CHECK(status(as_it_is) == HKV_OK);
+  rotary_dim = kDim;
+  CHECK(status(as_it_is) == HKV_INVALID);
+  angles = data;
   CHECK(status(as_it_is, -1) == HKV_INVALID);
   CHECK(status(as_it_is, HKV_LINEAR_TOKENS + 1) == HKV_INVALID);
-  CHECK(hkv_decoder_inputs(nullptr, nullptr, 1, data, data, data, out.data(), out.data(),
+  CHECK(hkv_decoder_inputs(nullptr, nullptr, 1, data, kDim, data, data, out.data(), out.data(),
                            out.data()) == HKV_INVALID);
   CHECK(status([](hkv_decoder &one) { one.dtype = 7; }) == HKV_INVALID);
   CHECK(status([](hkv_decoder &one) { one.dtype = HKV_F32; }) == HKV_INVALID);

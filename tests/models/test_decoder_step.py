@@ -35,6 +35,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {},
     "qwen3": {"head_dim": 16},
     "granite": {"residual_multiplier": 0.6, "attention_multiplier": 0.3},
+    "ministral": {"head_dim": 24, "sliding_window": 12},
+    "smollm3": {"no_rope_layers": [1, 0, 1]},
+    "phi3": {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
     "gemma": {"head_dim": 24},
     "gemma2": {"head_dim": 16, "attn_logit_softcapping": 3.0, "sliding_window": 12},
     "gemma3_text": {"head_dim": 40, "sliding_window": 12},
@@ -151,6 +154,15 @@ def test_greedy_tokens_are_those_of_the_models_own_layers(
     assert computed == [[1, 1, 96]] * 3 * 23, "the prompt is not computed so"
     watched(model)
     assert answer(model) == found
+
+
+def test_heads_of_which_a_part_or_the_whole_is_rotated(computed: list[list[int]]) -> None:
+    for share in (0.25, 1.0):
+        model = made("phi3", rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": share})
+        found = logits(model)
+        watched(model)
+        torch.testing.assert_close(found, logits(model), **PACKED)
+    assert len(computed) == 6
 
 
 def test_padding_and_rows_of_other_lengths(computed: list[list[int]]) -> None:
@@ -270,6 +282,31 @@ def _other_function(layer: Any) -> None:
     layer.mlp.act_fn.act = torch.relu
 
 
+def _no_rotation(layer: Any) -> None:
+    layer.self_attn.use_rope = not layer.self_attn.use_rope
+
+
+class Tripled(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return 3 * x
+
+
+def _other_dropout(layer: Any) -> None:
+    layer.resid_attn_dropout = Tripled()
+
+
+def _all_dropped(layer: Any) -> None:
+    layer.resid_mlp_dropout = nn.Dropout(1.0)  # in training
+
+
+def _other_gate(layer: Any) -> None:
+    layer.mlp.activation_fn = nn.ReLU()
+
+
+def _other_fused(layer: Any) -> None:
+    layer.self_attn.qkv_proj.weight.data = torch.randn(192, 96).bfloat16()
+
+
 CHANGES: dict[Callable[[Any], None], str] = {
     **dict.fromkeys(
         [
@@ -280,6 +317,8 @@ CHANGES: dict[Callable[[Any], None], str] = {
         "llama",
     ),
     **dict.fromkeys([_other_multiplier, _no_residuals], "granite"),
+    _no_rotation: "smollm3",
+    **dict.fromkeys([_other_dropout, _all_dropped, _other_gate, _other_fused], "phi3"),
     **dict.fromkeys(
         [_other_eps, _other_norm_behind, _other_division, _other_softcap, _other_function], "gemma2"
     ),

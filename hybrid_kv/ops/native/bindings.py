@@ -18,7 +18,7 @@ from ctypes import (
     c_void_p,
 )
 
-ABI_VERSION = 24
+ABI_VERSION = 25
 OK = 0
 INVALID = 1
 NO_MEMORY = 2
@@ -489,8 +489,8 @@ FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
         POINTER(StepReportStruct)]),
     "hkv_attend_steps": (c_int, [c_void_p, c_int64, POINTER(OneStepStruct)]),
     "hkv_block_bytes": (c_int64, [c_int32]),
-    "hkv_decoder_inputs": (c_int, [c_void_p, POINTER(DecoderStruct), c_int64, c_void_p, c_void_p,
-        c_void_p, c_void_p, c_void_p, c_void_p]),
+    "hkv_decoder_inputs": (c_int, [c_void_p, POINTER(DecoderStruct), c_int64, c_void_p, c_int64,
+        c_void_p, c_void_p, c_void_p, c_void_p, c_void_p]),
     "hkv_decoder_outputs": (c_int, [c_void_p, POINTER(DecoderStruct), c_int64, c_void_p, c_void_p,
         c_void_p]),
     "hkv_flat_search": (c_int, [c_void_p, c_int32, POINTER(FlatHeadStruct), c_void_p, c_int64,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from ctypes import byref
+from itertools import accumulate, pairwise, starmap
 from typing import NamedTuple
 
 import torch
@@ -18,6 +19,9 @@ from hybrid_kv.ops.native.bindings import SILU, DecoderStruct, MatrixStruct, Nor
 from hybrid_kv.ops.native.library import Pool, find_engine
 from hybrid_kv.ops.native.linear import PackedWeight
 from hybrid_kv.ops.native.rows import DTYPES, pool_handle
+
+_NONE = 0, None, None
+"""No channels are rotated."""
 
 
 class Norm(NamedTuple):
@@ -38,6 +42,21 @@ class Matrix(NamedTuple):
     weight: PackedWeight | Tensor
     bias: Tensor | None = None
     exact: bool = False
+
+    def parts(self, shares: Sequence[int]) -> list[Matrix]:
+        """Layers that lie one after the other in this one, by their shares of its outputs."""
+        if len(shares) == 1:
+            return [self]
+        weight, bias, exact = self
+        rows = weight if isinstance(weight, Tensor) else weight.blocks
+        ends = [len(rows) * one // sum(shares) for one in accumulate(shares)]
+        found = []
+        for own in starmap(slice, pairwise([0, *ends])):
+            part: PackedWeight | Tensor = rows[own]
+            if isinstance(weight, PackedWeight):
+                part = PackedWeight(weight.kind, rows[own], weight.columns)
+            found.append(Matrix(part, None if bias is None else bias[own], exact))
+        return found
 
 
 class DecoderWeights(NamedTuple):
@@ -81,12 +100,18 @@ class BoundDecoder:
         weights: on the host, norms and biases in the dtype of hidden states: float32, bfloat16 or
             float16.
         head_dim: D of queries, keys and values.
+        partial: rotations may be of the first channels of a head alone.
     """
 
     def __init__(
-        self, weights: DecoderWeights, head_dim: int, *, engine: ctypes.CDLL | None = None
+        self,
+        weights: DecoderWeights,
+        head_dim: int,
+        *,
+        partial: bool = False,
+        engine: ctypes.CDLL | None = None,
     ) -> None:
-        self._engine = find_engine(engine)
+        self._engine, self._partial = find_engine(engine), partial
         self._dtype, self._head_dim = weights.before_attention.weight.dtype, head_dim
         parts = {
             name: _matrix(one) if isinstance(one, Matrix) else _norm(one)
@@ -105,14 +130,19 @@ class BoundDecoder:
         self._hidden: int = layer.query.num_inputs
 
     def takes(self, hidden: Tensor, rotation: Sequence[Tensor] | None) -> bool:
-        """Whether hidden states [B, T, hidden], and cosines and sines [B or 1, T, D], fit."""
+        """Whether hidden states [B, T, hidden] fit, and cosines and sines [B or 1, T, R], R at most
+        D and even, or none.
+        """
         if rotation is None or hidden.ndim != 3 or hidden.shape[2] != self._hidden:
             return False
-        rows, size = hidden.shape[0], (hidden.shape[1], self._head_dim)
+        rows, tokens, _ = hidden.shape
+        channels = self._head_dim
+        if self._partial and rotation:
+            channels = min(channels, rotation[0].shape[-1] // 2 * 2)
         return (
-            len(rotation) == 2
+            len(rotation) in (0, 2)
             and all(
-                part.ndim == 3 and part.shape[1:] == size and len(part) in (1, rows)
+                part.ndim == 3 and part.shape[1:] == (tokens, channels) and len(part) in (1, rows)
                 for part in rotation
             )
             and all(
@@ -127,21 +157,22 @@ class BoundDecoder:
         """Queries, keys and values of hidden states [B, T, hidden], B T at most `MAX_TOKENS`.
 
         Args:
-            rotation: cosines and sines, each [B or 1, T, D].
+            rotation: cosines and sines, each [B or 1, T, R]; of no channels, if there are none.
         """
         rows, tokens = hidden.shape[:2]
         hidden = hidden.contiguous()
-        cosines, sines = (
+        angles = [
             (part if len(part) == rows else part.expand(rows, -1, -1)).contiguous()
             for part in rotation
-        )
+        ]
+        turned = (angles[0].shape[-1], *(part.data_ptr() for part in angles)) if angles else _NONE
         count = rows * tokens
         new = AttentionInputs(
             *(hidden.new_empty((count, heads, self._head_dim)) for heads in self._heads)
         )
         status = self._engine.hkv_decoder_inputs(
             *(pool_handle(pool), self._address, count, hidden.data_ptr()),
-            *(cosines.data_ptr(), sines.data_ptr()),
+            *turned,
             *(new.queries.data_ptr(), new.keys.data_ptr(), new.values.data_ptr()),
         )
         library.check(self._engine, status)

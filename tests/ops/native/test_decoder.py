@@ -76,8 +76,10 @@ def product(x: Tensor, matrix: Matrix) -> Tensor:
 
 
 def turned(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    x, rest = x.split((cosines.shape[-1], x.shape[-1] - cosines.shape[-1]), dim=-1)
     low, high = x.chunk(2, dim=-1)
-    return x * cosines[:, None].double() + torch.cat((-high, low), -1) * sines[:, None].double()
+    x = x * cosines[:, None].double() + torch.cat((-high, low), -1) * sines[:, None].double()
+    return torch.cat((x, rest), -1)
 
 
 def error(found: Tensor, wanted: Tensor) -> float:
@@ -101,16 +103,17 @@ def test_a_layer_is_its_operations_one_after_the_other(
 ) -> None:
     (kind, dtype), pool = of, Pool(2)
     weights = layer(kind, dtype, form)
-    bound = BoundDecoder(weights, DIM, engine=engine)
+    bound = BoundDecoder(weights, DIM, partial=True, engine=engine)
     limit = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}[dtype]
-    for rows, tokens in ((1, 1), (2, 3), (1, 8)):
+    for rows, tokens, channels in ((1, 1, DIM), (2, 3, 22), (1, 8, 0)):
         hidden = torch.randn(rows, tokens, HIDDEN, dtype=dtype)
-        angles = torch.randn(1, tokens, DIM // 2).repeat(1, 1, 2)
+        angles = torch.randn(1, tokens, channels // 2).repeat(1, 1, 2)
         rotation = angles.cos().to(dtype), angles.sin().to(dtype)
-        assert bound.takes(hidden, rotation)
-        found = bound.inputs(hidden, rotation, pool)
+        given = rotation if channels else ()
+        assert bound.takes(hidden, given)
+        found = bound.inputs(hidden, given, pool)
         x = hidden.double().view(-1, HIDDEN)
-        cosines, sines = (part.expand(rows, -1, -1).reshape(-1, DIM) for part in rotation)
+        cosines, sines = (part.expand(rows, -1, -1).flatten(0, 1) for part in rotation)
         inner = normed(x, weights.before_attention)
         q, k, v = (
             product(inner, one).unflatten(-1, (-1, DIM))
@@ -164,3 +167,22 @@ def test_what_does_not_fit_is_not_taken() -> None:
     assert bound.takes(two, (torch.randn(1, 2, DIM), torch.randn(3, 2, DIM)))
     assert not bound.takes(two, (angle, angle))  # of fewer tokens
     assert not bound.takes(two, (torch.randn(2, 2, DIM), torch.randn(3, 2, DIM)))
+    bound = BoundDecoder(layer("Q8_0", torch.float32), DIM, partial=True)
+    assert bound.takes(hidden, (angle[..., 2:], angle[..., 2:]))
+    assert not bound.takes(hidden, (angle[..., 1:], angle[..., 1:]))  # of half a pair
+    assert not bound.takes(hidden, (angle[..., 2:], angle))
+    wide = torch.randn(1, 1, DIM + 2)
+    assert not bound.takes(hidden, (wide, wide))
+
+
+@pytest.mark.parametrize("kind", ["plain", "Q4_K"])
+def test_layers_that_lie_in_one(kind: str) -> None:
+    weight = torch.randn(24, 256) if kind == "plain" else random_weight(kind, 24, 256)
+    whole = Matrix(weight, torch.randn(24), exact=True)
+    assert whole.parts([1]) == [whole]
+    parts = whole.parts([4, 1, 1])
+    x = torch.randn(3, 256).double()
+    assert [len(part.bias) for part in parts if part.bias is not None] == [16, 4, 4]
+    assert all(part.exact for part in parts)
+    found = torch.cat([product(x, part) for part in parts], -1)
+    torch.testing.assert_close(found, product(x, whole))
