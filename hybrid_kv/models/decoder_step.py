@@ -142,7 +142,6 @@ class DecoderStep:
         for part in parts:  # each may be exchanged or listened to, and by anybody
             if (
                 "forward" in part.__dict__
-                or part.training
                 or part._compiled_call_impl is not None
                 or part._forward_hooks
                 or part._forward_pre_hooks
@@ -150,7 +149,7 @@ class DecoderStep:
                 return False
         key: list[Any] = [type(layer).forward, layer.__dict__.get("residual_multiplier")]
         for part in parts:
-            key += (part, type(part).forward, getattr(type(part), "_norm", None))
+            key += (part, type(part).forward, getattr(type(part), "_norm", None), part.training)
             key += map(part.__dict__.get, _BESIDE_WEIGHTS)
             key += [
                 TensorLayout.of(one) if isinstance(one, Tensor) and type(one) in PLAIN else id(one)
@@ -275,7 +274,8 @@ def _family_of(layer: nn.Module) -> _Family | None:
     named: list[tuple[Any, str]] = [(norm, "RMSNorm") for norm in norms]
     named += [(layer, "DecoderLayer"), (attention, "Attention"), (feed_forward, "MLP")]
     home = f"transformers.models.{name.lower()}.modeling_{name.lower()}"
-    if any(type(getattr(layer, one, None)) is not nn.Dropout for one in family.dropouts):
+    dropouts = [getattr(layer, one, None) for one in family.dropouts]
+    if any(type(one) is not nn.Dropout or one.training for one in dropouts):
         return None
     is_known = _activation(getattr(feed_forward, family.activation, None)) is not None and all(
         (type(part).__module__, type(part).__name__) == (home, name + kind)

@@ -115,7 +115,7 @@ def run_one_token(model: PreTrainedModel) -> OneToken:
     token = torch.ones(2, 1, dtype=torch.long, device=device)
     positions = torch.tensor([[0], [AWAY]], device=device)
     config = model.config.get_text_config(decoder=True)
-    before, was_training = config._attn_implementation, model.training
+    before, modes = config._attn_implementation, [(one, one.training) for one in model.modules()]
     found = OneToken(stacks=[m for m in model.modules() if isinstance(m, nn.ModuleList)])
     hooks = [
         layer.register_forward_pre_hook(_note_entered, with_kwargs=True)
@@ -134,7 +134,8 @@ def run_one_token(model: PreTrainedModel) -> OneToken:
         for hook in hooks:
             hook.remove()
         config._attn_implementation = before
-        model.train(was_training)
+        for module, is_training in modes:  # parts may have modes of their own
+            module.training = is_training
 
 
 def told(error: Exception) -> str:

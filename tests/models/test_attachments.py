@@ -79,6 +79,17 @@ def test_caches_of_one_model_share_its_attachment(plain: PreTrainedModel) -> Non
     assert answer(plain, prompt(1), second) == eager(plain, prompt(1))
 
 
+def test_parts_of_a_model_keep_modes_of_their_own(plain: PreTrainedModel) -> None:
+    """As of one whose dropout is on while it answers, to see how sure it is."""
+    plain.model.layers[1].mlp.train()
+    modes = [part.training for part in plain.modules()]
+    with hkv.attach(plain, TIERED) as runtime:
+        assert [part.training for part in plain.modules()] == modes
+        assert answer(plain, prompt(4), runtime.cache()) == eager(plain, prompt(4))
+    assert [part.training for part in plain.modules()] == modes
+    plain.eval()
+
+
 def test_a_cache_of_an_attached_model_is_one_of_its_attachment(plain: PreTrainedModel) -> None:
     with hkv.attach(plain, TIERED) as runtime:
         cache = hkv.HybridCache(plain)

@@ -292,11 +292,12 @@ class Tripled(nn.Module):
 
 
 def _other_dropout(layer: Any) -> None:
-    layer.resid_attn_dropout = Tripled()
+    layer.resid_attn_dropout = Tripled().eval()
 
 
 def _all_dropped(layer: Any) -> None:
-    layer.resid_mlp_dropout = nn.Dropout(1.0)  # in training
+    layer.resid_mlp_dropout.p = 1.0
+    layer.resid_mlp_dropout.train()
 
 
 def _other_gate(layer: Any) -> None:

@@ -110,6 +110,7 @@ def anatomy(model: PreTrainedModel) -> dict[str, object]:
     for name, part in model.named_modules():
         found[name] = (
             type(part),
+            part.training,
             sorted(part.__dict__),
             part.__dict__.get("forward"),
             tuple(part._forward_hooks.values()),
