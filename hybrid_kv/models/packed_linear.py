@@ -10,7 +10,7 @@ a 16-bit step, the least value and 32 whole numbers of 4 bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, TypeGuard
 
@@ -286,8 +286,3 @@ def is_table(module: nn.Module | None) -> TypeGuard[nn.Embedding]:
     if type(module) is nn.Embedding:
         return module.max_norm is None
     return isinstance(module, nn.Embedding) and hasattr(module, "embed_scale")
-
-
-def packed_modules(model: nn.Module) -> Iterator[_Packed]:
-    """The modules of a model whose weights are packed."""
-    return (module for module in model.modules() if isinstance(module, _Packed))

@@ -27,7 +27,7 @@ from hybrid_kv.contest.arguments import EvalArguments
 from hybrid_kv.contest.evaluation import CellSource, Evaluation
 from hybrid_kv.contest.folder import Key, key_of
 from hybrid_kv.errors import HybridKVError
-from hybrid_kv.ops.native.library import pool_threads
+from hybrid_kv.ops.native.library import default_pool, engine
 from hybrid_kv.plugin import load_plugin
 from hybrid_kv.ray.cluster import (
     ClusterError,
@@ -283,7 +283,8 @@ class EvalWorker:
 
     def facts(self) -> NodeFacts:
         """Versions of packages, threads, and what the folder of results has in common."""
-        threads = f"{torch.get_num_threads()} of torch and {pool_threads()} of the engine"
+        own = 0 if engine() is None else default_pool().threads
+        threads = f"{torch.get_num_threads()} of torch and {own} of the engine"
         return {**probe_environment().versions, _THREADS: threads, **self._asked.on_machine()}
 
     def join(self) -> NodeFacts:

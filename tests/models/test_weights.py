@@ -41,10 +41,10 @@ from hybrid_kv.models.packed_linear import (
     PackedEmbedding,
     PackedLinear,
     packed,
-    packed_modules,
     unpacked,
 )
 from hybrid_kv.models.quantisers import quantiser
+from tests.models.packed_stand_ins import packed_modules
 from tests.ops.native.engines import needs_engine
 
 TOKENS = torch.arange(1, 38)[None]

@@ -255,25 +255,16 @@ here = _Here()
 
 @cache
 def default_pool() -> Pool:
-    """One pool per process, with `pool_threads` threads."""
-    return Pool(pool_threads())
-
-
-def pool_threads() -> int:
-    """`HYBRID_KV_THREADS`, or as many as `default_threads`.
-
-    Raises:
-        ConfigError: it is no number.
-    """
+    """One pool per process, with `HYBRID_KV_THREADS` threads, or as many as `default_threads`."""
     wanted = os.environ.get("HYBRID_KV_THREADS", "")
     if not wanted:
-        return default_threads()
+        return Pool(default_threads())
     if not wanted.isdecimal():
         raise ConfigError(
             f"HYBRID_KV_THREADS must be a number of threads, got '{wanted}'; unset it for one per "
             "core"
         )
-    return int(wanted)
+    return Pool(int(wanted))
 
 
 def work_alone() -> None:
