@@ -4,6 +4,7 @@
     python benchmarks/texts/make.py TEXTS
     python benchmarks/exact_decoding/run.py texts TEXTS --context 4096 --new 160
     python benchmarks/exact_decoding/run.py limit TEXTS --budgets 0.05 --texts 3 --new 64
+    python benchmarks/exact_decoding/run.py rounding TEXTS --context 2048 --texts 8 --dtype bfloat16
     python benchmarks/exact_decoding/run.py needle --tokens 32768
 
 `cost`: one decoder layer of Llama-3-8B with its weights over made-up keys and values, in one
@@ -12,7 +13,9 @@ numbers of tokens. From these, by the acceptance given, the time of a token over
 `texts`: SmolLM2 in float32 continues texts, greedily or `--sampled`: tokens of `exact=True` against
 those of `full`, and how many drafts were accepted. `limit`: milliseconds of CPU time a token by the
 method alone, with `max_error=0.01`, with `exact=True` and by `full`, in turns on one context, and
-of these the median. `needle`: answers about records in a long
+of these the median. `rounding`: tokens of passes of 8 that are not those of steps of `full` behind
+the same tokens, with their places and how far apart both logits are in a step, in logits and in
+steps of the dtype. `needle`: answers about records in a long
 context that are those of `full`.
 Stdout is one JSON document.
 """
@@ -32,6 +35,7 @@ if __name__ == "__main__":  # a script: the project's root is not on the path
     sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
+from torch import Tensor
 
 import hybrid_kv as hkv
 from benchmarks.common.surroundings import surroundings
@@ -171,6 +175,63 @@ def milliseconds(
     return {f"{name} ms": median(own[1:]) for name, own in times.items()}
 
 
+def rounding(options: argparse.Namespace) -> Iterator[Row]:
+    """Rows of `rounding`."""
+    wanted = in_rounds([one for one in TEXTS if one.name in options.only or not options.only])
+    same: dict[str, Any] = {"dtype": options.dtype, "dequantize": True}
+    with (
+        hkv.load("smollm2", config="full", **same) as full,
+        hkv.load("smollm2", config=settings(options)[0], **same) as llm,
+    ):
+        for text in wanted[: options.texts]:
+            prompt = prompt_of(options.folder, text, llm.require_tokenizer(), options.context, 1)
+            ids = torch.tensor([int(token) for token in prompt.context])[None]
+            by_steps, tokens = stepped(full, ids, options.new)
+            by_passes = passed_over(llm, ids, tokens)
+            found = others(by_steps, by_passes)
+            row = {"text": text.name, "kind": text.kind, "new": options.new, "others": found}
+            furthest = (by_steps - by_passes).abs().max()
+            yield told({**row, "logits apart": float(furthest)})
+
+
+def stepped(llm: hkv.LLM, ids: Tensor, new: int) -> tuple[Tensor, Tensor]:
+    """Logits [new, V] of greedy steps behind a prompt [1, T], and the tokens [1, new] they read."""
+    cache, logits, tokens = llm.runtime.cache(), list[Tensor](), [ids[:, -1:]]
+    with llm.runtime.generating(), torch.inference_mode():
+        llm.model(ids[:, :-1], **passing(cache), logits_to_keep=1)
+        for _ in range(new):
+            logits.append(llm.model(tokens[-1], **passing(cache)).logits[0, -1].float())
+            tokens.append(logits[-1].argmax()[None, None])
+    cache.close()
+    return torch.stack(logits), torch.cat(tokens[:-1], 1)
+
+
+def passed_over(llm: hkv.LLM, ids: Tensor, tokens: Tensor) -> Tensor:
+    """Logits [new, V] of dense passes over tokens [1, new]."""
+    cache, logits = llm.runtime.cache(), list[Tensor]()
+    with llm.runtime.generating(), torch.inference_mode():
+        llm.model(ids[:, :-1], **passing(cache), logits_to_keep=1)
+        cache.kv.more_prompt = True
+        logits += [
+            llm.model(one, **passing(cache)).logits[0].float() for one in tokens.split(_RUN, 1)
+        ]
+        cache.kv.more_prompt = False
+    cache.close()
+    return torch.cat(logits)
+
+
+def others(by_steps: Tensor, by_passes: Tensor) -> list[tuple[int, float, float]]:
+    """Places where the likeliest tokens differ, and how far apart their logits in a step are, in
+    logits and in steps of bfloat16.
+    """
+    found = []
+    for place, (step, other) in enumerate(zip(by_steps, by_passes.argmax(-1), strict=True)):
+        if margin := float(step.max() - step[other]):
+            spacing = 2.0 ** (torch.frexp(step.max()).exponent.item() - 8)
+            found.append((place, margin, margin / spacing))
+    return found
+
+
 def needle(options: argparse.Namespace) -> Iterator[Row]:
     """Rows of `needle`."""
     for tokens in map(int, options.tokens.split(",")):
@@ -258,11 +319,11 @@ def main() -> None:
     """Measures and prints."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     ways = parser.add_subparsers(dest="way", required=True)
-    for way in (cost, texts, limit, needle):
+    for way in (cost, texts, limit, rounding, needle):
         own = ways.add_parser(way.__name__)
         own.set_defaults(run=way)
         own.add_argument("--drafts", default="1,3,7,15" if way is cost else "7")
-        if way in (texts, limit):
+        if way in (texts, limit, rounding):
             own.add_argument("folder", type=Path)
             own.add_argument("--only", nargs="*", default=())
             own.add_argument("--texts", type=int, default=24)
@@ -276,9 +337,11 @@ def main() -> None:
             own.add_argument("--rounds", type=int, default=8)
         if way is limit:
             own.add_argument("--rounds", type=int, default=3)
+        if way is rounding:
+            own.add_argument("--dtype", default="bfloat16")
         if way is needle:
             own.add_argument("--questions", type=int, default=32)
-        if way in (texts, limit):
+        if way in (texts, limit, rounding):
             own.add_argument("--budgets", default="0.02")
             own.add_argument("--least", type=int, default=128)
             own.add_argument("--context", type=int, default=4096)

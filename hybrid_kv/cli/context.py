@@ -355,7 +355,7 @@ def _audit_line(audit: ContextAudit | None) -> str:
     if audit is None:
         return "none before it was saved; ask with --set audit_every=8 to look"
     recall = "" if audit.recall_at_k is None else f"recall {audit.recall_at_k:.3f}, "
-    mass = "" if audit.mass_error is None else f"mass error {audit.mass_error:+.4f}, "
+    mass = "" if audit.mass_error is None else f"mass error {audit.mass_error:+z.4f}, "
     return (
         f"{recall}missed mass {audit.missed_mass:.4f} ({audit.missed_by_index:.4f} by the index), "
         f"{mass}output error {audit.output_error:.3f}, {audit.looks} looks before it was saved"

@@ -296,7 +296,7 @@ def _budget_cell(row: EvalRow | None) -> str:
 def _reading_cells(row: EvalRow | None) -> list[str]:
     if row is None or row.nats_beyond is None or row.kl is None:
         return [failed(row) or NOTHING, NOTHING, NOTHING]
-    return [f"{row.nats_beyond.mean:+.4f}", f"{row.kl.mean:.4f}", _share(_mean(row))]
+    return [f"{row.nats_beyond.mean:+z.4f}", f"{row.kl.mean:z.4f}", _share(_mean(row))]
 
 
 def _cost_cells(found: Counters) -> list[str]:
@@ -308,7 +308,7 @@ def _cost_cells(found: Counters) -> list[str]:
         short_bytes(found.host_bytes),
         NOTHING if found.ms_per_token is None else f"{found.ms_per_token:.3g}",
         _share(found.missed_mass),
-        NOTHING if found.mass_error is None else f"{found.mass_error:+.3f}",
+        NOTHING if found.mass_error is None else f"{found.mass_error:+z.3f}",
         _share(found.output_error),
         _share(found.recall),
     ]

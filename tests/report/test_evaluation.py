@@ -76,6 +76,18 @@ def test_what_was_refused_is_not_said_to_have_failed() -> None:
     assert "it broke" in render_evaluation(report((refusal,)))
 
 
+def test_nothing_is_a_little_less_than_zero() -> None:
+    small = Interval(mean=-1e-8, low=-1e-7, high=1e-7)
+    read = row("full", None, 1.0, "perplexity").model_copy(
+        update={"nats_beyond": small, "kl": small}
+    )
+    read = read.model_copy(update={"counters": Counters(mass_error=-1e-6)})
+    (sheet,) = sheets((read,))
+    cells = dict(zip(sheet.head(), sheet.cells(sheet.lines[0]), strict=True))
+    assert (cells["nats beyond"], cells["KL"]) == ("+0.0000", "0.0000")
+    assert cells["mass error"] == "+0.000"
+
+
 def test_budgets_stand_side_by_side() -> None:
     asked, reading = (next(iter(budget_tables(sheet))) for sheet in sheets(ROWS))
     assert asked.title == "4K tokens, key_value: score, question after the eviction"
