@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -129,10 +130,11 @@ def test_a_wrong_prediction_ranks_by_the_true_query() -> None:
     assert_same(run(cache, steps, lambda _, q: -q), run(made(look_ahead="never"), steps))
 
 
-def test_a_wrong_prediction_loses_what_a_narrow_search_does_not_name() -> None:
+@pytest.mark.parametrize("cold", [{}, {"shared": True}])
+def test_a_wrong_prediction_loses_what_a_narrow_search_does_not_name(cold: dict[str, Any]) -> None:
     steps = drawn(9)
-    cache = made(look_ahead="always", look_ahead_factor=1)
-    got, want = run(cache, steps, lambda _, q: -q), run(made(look_ahead="never"), steps)
+    cache = made(look_ahead="always", look_ahead_factor=1, **cold)
+    got, want = run(cache, steps, lambda _, q: -q), run(made(look_ahead="never", **cold), steps)
     assert not torch.allclose(got[-1].lse, want[-1].lse)
     assert torch.equal(got[-3].lse, want[-3].lse), "the first layer is searched by its own query"
 
@@ -195,6 +197,48 @@ def test_a_layer_of_which_everything_is_attended_is_not_searched() -> None:
     cache = made(look_ahead="always", top_k="all")
     assert_same(run(cache, drawn(4)), run(made(look_ahead="never", top_k=PROMPT), drawn(4)))
     assert cache.layers.describe_look_ahead()[1]["searches"] == 0
+
+
+def test_a_row_that_has_no_more_than_the_budget_is_not_searched() -> None:
+    steps, cold = drawn(5), PROMPT - 9
+    caches = [made(look_ahead=when, top_k=cold) for when in ("always", "never")]
+    assert_same(*[run(cache, steps) for cache in caches])
+    assert len(held(caches[0], 1).cold) == cold
+    assert caches[0].work == caches[1].work
+
+
+def test_a_budget_that_was_widened_meanwhile_is_searched_for_by_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As the look at the layer before may have it."""
+    steps, parts = drawn(4), []
+    for ahead in ({"look_ahead": "always", "look_ahead_factor": 1}, {"look_ahead": "never"}):
+        cache, widening = made(**ahead), [1]
+        cache.watchers.append(SimpleNamespace(wants=lambda idx, q: False))  # type: ignore[arg-type]
+        monkeypatch.setattr("hybrid_kv.runtime.cache._widening", lambda *_, of=widening: of[0])
+        run(cache, steps[:-1])
+        cache.search_ahead(1, lambda: steps[-1][1][0])
+        widening[0] = 3
+        q, k, v = steps[-1][1]
+        parts.append(cache.attend(1, q, (k, v), None, scale=0.3))
+    assert_same(parts[:1], parts[1:])
+
+
+def test_a_fork_is_searched_ahead_beside_its_source() -> None:
+    steps = drawn(3)
+    caches = [made(look_ahead="always", look_ahead_factor=1) for _ in range(2)]
+    for cache in caches:
+        run(cache, steps[:-1])
+    both, alone = [caches[0], caches[0].fork()], caches[1]
+    queries = [steps[-1][1][0], -steps[-1][1][0]]
+    for cache, q in zip(both, queries, strict=True):
+        cache.search_ahead(1, lambda q=q: q)  # type: ignore[misc]
+    _, k, v = steps[-1][1]
+    got = [
+        cache.attend(1, q, (k, v), None, scale=0.3) for cache, q in zip(both, queries, strict=True)
+    ]
+    alone.search_ahead(1, lambda: queries[0])
+    assert_same(got[:1], [alone.attend(1, queries[0], (k, v), None, scale=0.3)])
 
 
 # Trials ---------------------------------------------------------------------------------------
