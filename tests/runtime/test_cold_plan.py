@@ -130,19 +130,38 @@ def test_several_rows_and_tokens_in_16_bits(
 
 
 def test_what_was_found_is_there_for_an_audit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Row by row."""
     ids = []
     for switch in ("1", "0"):
         monkeypatch.setenv("HYBRID_KV_ONE_CALL", switch)
         kv = far(SETTINGS["int8"])
         layer, found = kv.layers[0], {}
         tokens = begin(kv)
-        q, k, v = tokens.next(1)
+        layer.fork([0, 0])
+        q, k, v = tokens.next(1, rows=2)
         layer.append(k, v, None)
         layer.steps.attend(layer.steps.make(layer.held, q, 0.12, None, found=found))
-        budget, retrieved = found[0]
-        assert (budget.top_k, len(retrieved.parts)) == (9, 1)
-        ids.append(retrieved.parts[0].ids)
+        assert sorted(found) == [0, 1]
+        for budget, retrieved in found.values():
+            assert (budget.top_k, len(retrieved.parts)) == (9, 1)
+        ids.append(torch.stack([found[row][1].parts[0].ids for row in (0, 1)]))
     assert torch.equal(*ids)
+    assert not torch.equal(*ids[0])
+
+
+def test_no_more_cold_entries_than_the_budget_are_attended_without_a_search(
+    calls: list[LayerPlan],
+) -> None:
+    for more, is_searched in ((0, False), (-1, True)):
+        kv = far(SETTINGS["int8"])
+        begin(kv)
+        top_k = len(held(kv).cold) + more
+        kv = far({**RETRIEVING, "cold": {"index": INT8, "top_k": top_k}})
+        tokens = begin(kv)
+        feed(kv, *tokens.next(1))
+        calls.clear()
+        feed(kv, *tokens.next(1))
+        assert (bool(calls), bool(kv.work.scored)) == (is_searched, is_searched)
 
 
 @pytest.mark.parametrize("rows", [1, 3])

@@ -242,9 +242,11 @@ def test_every_extent_is_searched_from_where_its_entries_were_found(
     first = cache(SETTINGS["graph"])
     tokens = begin(first)
     kv = first.fork()
+    kv.layers[0].crop(140)
     for _ in range(100):
         feed(kv, *tokens.next(1))
     shared, own = held(kv).extents
+    assert shared.length < shared.stored
     assert shared.near is not None
     assert own.near is not None
     assert 0 <= int(own.near.max()) < own.length
@@ -261,6 +263,9 @@ def test_every_extent_is_searched_from_where_its_entries_were_found(
     monkeypatch.setattr(LayerPlan, "tell", noted)
     feed(kv, *tokens.next(1))
     assert torch.equal(begins[0], expected)
+    feed(kv, *tokens.next(3))  # whose queries are others than those of one token
+    feed(kv, *tokens.next(1))
+    assert begins[-1] is None
 
 
 def stored(kv: KVCache) -> list[Tensor]:
@@ -376,6 +381,17 @@ def test_what_was_found_is_there_for_an_audit(monkeypatch: pytest.MonkeyPatch) -
         ids.append(retrieved.parts[0].ids)
         kv.close()
     assert torch.equal(*ids)
+
+
+def test_most_retrieved_is_of_any_step() -> None:
+    """Of an earlier one, where an audit had the budget widened."""
+    kv = cache(SETTINGS["int8"])
+    tokens, steps = begin(kv), kv.layers[0].steps
+    q, k, v = tokens.next(1)
+    steps.attend(steps.make(kv.layers[0].held, q, 0.12, None, new=(k, v)), widening=3)
+    feed(kv, *tokens.next(1))
+    assert is_one_call(kv)
+    assert kv.work.most_retrieved == 3 * 9
 
 
 def test_what_a_plan_cannot_say_is_made_op_by_op() -> None:

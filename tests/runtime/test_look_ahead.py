@@ -24,6 +24,7 @@ from hybrid_kv.transfer import SyncExecutor
 from hybrid_kv.transfer.cuda import CudaExecutor
 from hybrid_kv.types import LayerShape, ModelInfo, PartialAttention
 from tests.kit import held
+from tests.store.scene import HeldBuild
 from tests.tolerances import TOLERANCES
 from tests.transfer.late import LateLane
 
@@ -53,6 +54,18 @@ class NotedExecutor(CudaExecutor):
             self.events.append(f"found {number}")
 
         return super().ahead(let)
+
+
+class SlowBuilds(NotedExecutor):
+    """The same, whose indexes are built when a test lets them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.builds: list[HeldBuild] = []
+
+    def background(self, work: Callable[[], None]) -> Future[None]:
+        self.builds.append(HeldBuild(work))
+        return self.builds[-1].future
 
 
 def made(executor: Any = None, **cold: Any) -> KVCache:
@@ -331,6 +344,23 @@ def test_an_error_of_a_search_comes_where_its_layer_attends(
     q, k, v = steps[2][1]
     with pytest.raises(ZeroDivisionError):
         cache.attend(1, q, (k, v), None, scale=0.3)
+    executor.close()
+
+
+def test_an_index_that_was_built_meanwhile_takes_over_before_a_search_begins() -> None:
+    """Not beside it: whoever asks later exchanges none under a search."""
+    executor, steps = SlowBuilds(), drawn(3)
+    learned = {"kind": "sketch", "min_keys": 32, "target_recall": 0.05, "target_mass": 0.05}
+    cache = made(executor, look_ahead="always", index={**learned, "gain": 0})
+    run(cache, steps[:-1])
+    executor.open.clear()
+    for build in executor.builds:
+        build.run()
+    cache.search_ahead(1, lambda: steps[-1][1][0])
+    serving = {row["serves"] for row in cache.layers.describe_indexes() if row["layer"] == 1}
+    executor.open.set()
+    assert serving == {"sketch"}
+    cache.means.look_ahead.forget()  # type: ignore[union-attr]
     executor.close()
 
 

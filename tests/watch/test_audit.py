@@ -16,6 +16,7 @@ from hybrid_kv.store import LayerStore, Retrieved
 from hybrid_kv.transfer import Executor, SyncExecutor
 from hybrid_kv.transfer.cuda import CudaExecutor
 from hybrid_kv.types import LayerShape, ModelInfo, PartialAttention, TokenBudget
+from hybrid_kv.watch import audit
 from hybrid_kv.watch.audit import Audit, Estimate, Finding, Look, Target
 from tests.kit import held
 from tests.store.scene import append, offload
@@ -52,10 +53,11 @@ def attention(
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("far", [(50,), (30, 21)])
+@pytest.mark.parametrize("far", [(49,), (30, 21)])
 def test_findings_are_those_of_brute_force(
-    softcap: float | None, late: bool, far: tuple[int, ...]
+    softcap: float | None, late: bool, far: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(audit, "_BLOCK", 16)
     layer, k, v = layer_of(9, *far)
     q, cold = torch.randn(2, 3, 72), sum(far)
     kept = torch.rand(2, 3, cold + 9) < 0.3
@@ -112,6 +114,7 @@ def test_an_index_that_finds_less_than_it_was_asked_for_is_not_excused() -> None
     finding = look(layer, torch.randn(2, 3, 72), TokenBudget(10), torch.tensor([-1, -1])).finding()
     assert finding is not None
     assert finding.recall == 0
+    assert finding.missed_by_index == 0, "as many of the best as were attended are none"
 
 
 def test_what_was_ranked_and_left_out_is_the_budgets_loss() -> None:
@@ -159,10 +162,19 @@ def test_entries_that_were_written_over_meanwhile_are_no_finding() -> None:
     assert pending.finding() is None
 
 
+def test_pages_that_are_written_over_meanwhile_change_no_finding() -> None:
+    layer, _, _ = layer_of(9, 50)
+    q = torch.randn(2, 3, 72)
+    expected, pending = look(layer, q, None, None).finding(), look(layer, q, None, None)
+    layer.crop(9)
+    append(layer, *torch.randn(2, 1, 2, 9, 72))
+    assert pending.finding() == expected != look(layer, q, None, None).finding()
+
+
 def test_every_head_has_its_turn() -> None:
-    audit, seen = Audit(2, SHAPES), []
+    turns, seen = Audit(2, SHAPES), []
     for _ in range(24):
-        seen += [target for shape in SHAPES if (target := audit.due(shape.layer_idx))]
+        seen += [target for shape in SHAPES if (target := turns.due(shape.layer_idx))]
     assert len(seen) == 12
     heads = {Target(layer, head) for layer in range(3) for head in range(2)}
     assert set(seen[:6]) == set(seen[6:]) == heads
@@ -170,16 +182,16 @@ def test_every_head_has_its_turn() -> None:
 
 
 def test_estimates_have_their_confidence() -> None:
-    audit = Audit(1, SHAPES)
-    assert audit.recall() is None
+    looks = Audit(1, SHAPES)
+    assert looks.recall() is None
     for layer, recall in ((0, 0.5), (0, 0.7), (1, None), (2, 0.9)):
-        audit.findings.append(Finding(Target(layer, 0), recall, 0.25, 0.1))
-    estimate = audit.recall()
+        looks.findings.append(Finding(Target(layer, 0), recall, 0.25, 0.1))
+    estimate = looks.recall()
     assert estimate is not None
     assert estimate == pytest.approx((0.7, 1.96 * 0.2 / math.sqrt(3), 3))
-    assert audit.recall(0) == pytest.approx((0.6, 1.96 * math.sqrt(0.02 / 2), 2))
-    assert audit.recall(1) is None
-    single = audit.missed_mass(2)
+    assert looks.recall(0) == pytest.approx((0.6, 1.96 * math.sqrt(0.02 / 2), 2))
+    assert looks.recall(1) is None
+    single = looks.missed_mass(2)
     assert single is not None
     assert single.mean == 0.25
     assert math.isnan(single.half_width)

@@ -258,10 +258,10 @@ def test_an_estimate_hides_nothing_of_what_was_not_read(
 
 
 class _Looked:
-    """A look that has found an error of the mass."""
+    """A look that has found an error of the mass, or something else."""
 
-    def __init__(self, mass_error: float) -> None:
-        self._found = Finding(Target(0, 0), 1.0, 0.0, 0.0, mass_error=mass_error)
+    def __init__(self, mass_error: float, recall: float = 1.0, layer: int = 0) -> None:
+        self._found = Finding(Target(layer, 0), recall, 0.0, 0.0, mass_error=mass_error)
 
     def finding(self) -> Finding:
         return self._found
@@ -281,3 +281,52 @@ def test_the_limit_of_missed_mass_sees_what_is_estimated_too_much(sign: int, wor
         look(size)
     with pytest.raises(AuditError, match=f"{word}, more than 0.1"):
         look(0.3)
+
+
+@pytest.mark.parametrize("measure", ["mass_error", "recall"])
+def test_what_may_be_chance_raises_no_alarm(measure: str) -> None:
+    """The mean is on the wrong side of the limit; what it may be with 95% is not, and then is."""
+    kv = cache(audit_every=1, audit={"max_missed_mass": 0.1, "min_recall": 0.9, "action": "raise"})
+    auditor = kv.auditor
+    assert auditor is not None
+
+    def look(*far: float) -> None:
+        for value in far:
+            found = {"mass_error": 0.0, measure: value if measure == "mass_error" else 1 - value}
+            auditor.begin(_Looked(**found))  # type: ignore[arg-type]
+            auditor.settle()
+
+    look(*[0.02, 0.22] * 4)
+    with pytest.raises(AuditError, match="more than 0.1" if measure == "mass_error" else "not 0.9"):
+        look(*[0.14, 0.2] * 4)
+
+
+def test_what_all_layers_together_miss_widens_the_budgets_of_all() -> None:
+    """No layer has been looked at often enough to be judged by itself."""
+    kv = cache(audit_every=1, audit={"min_recall": 0.9, "action": "widen"})
+    assert kv.auditor is not None
+    for layer in (0, 1, 0):
+        kv.auditor.begin(_Looked(0.0, recall=0.1, layer=layer))  # type: ignore[arg-type]
+        kv.auditor.settle()
+    kv.auditor.begin(_Looked(0.0, recall=0.1, layer=1))  # type: ignore[arg-type]
+    with pytest.warns(RecallWarning, match="best cold entries of all layers are found"):
+        kv.auditor.settle()
+    assert [kv.auditor.factor(layer) for layer in (0, 1)] == [2, 2]
+    kv.close()
+
+
+def test_rows_have_their_turns_in_steps_of_one_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows: list[int] = []
+
+    def noted(step: Any, row: int, target: Target, part: Any) -> Any:
+        assert step.new == 1
+        rows.append(row)
+        return _Looked(0.0)
+
+    monkeypatch.setattr("hybrid_kv.watch.auditor.Look", noted)
+    kv = cache(audit_every=1)
+    for new in (70, *[3, 1] * 5):
+        for layer in (0, 1):
+            kv.attend(layer, *tokens(new, 3), None, scale=0.3)
+    assert rows == [0, 1, 2, 0, 1]
+    kv.close()
