@@ -239,6 +239,17 @@ def test_entries_that_are_left_out_leave_all_moments() -> None:
             torch.testing.assert_close(one[head], other[head], rtol=1e-4, atol=1e-4)
 
 
+def test_of_many_entries_those_that_are_left_out_are_in_no_sample(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tail, "SAMPLES", 64)
+    k, v = entries(200)
+    hidden = torch.rand(HEADS, 200, generator=torch.Generator().manual_seed(0)) < 0.3
+    k, v = (t.masked_fill(hidden[..., None], 100.0) for t in (k, v))
+    means = total(Tail.of(k, v, hidden))[:2]
+    assert all(float(mean.abs().max()) < 3 for mean in means)
+
+
 def test_where_all_entries_are_left_out_nothing_is_estimated() -> None:
     k, v = entries(90)
     known = Tail.of(k, v, torch.ones(HEADS, 90, dtype=torch.bool))
