@@ -124,6 +124,15 @@ def test_int8_follows_rows_that_outgrow_their_statistics(served_by: str) -> None
     assert (result.scores >= best[..., -1:] * (1 - 1e-4)).double().mean() > 0.98
 
 
+def test_int8_ranks_by_rows_that_came_later_too(served_by: str) -> None:
+    keys, queries = clustered(900)
+    index = int8(keys[:, :700].clone())
+    index.add(keys)
+    result = index.search(queries, 50)
+    check_result(result, queries, keys, 50)
+    assert recall(result, queries, keys, 50) > 0.99
+
+
 def test_stored_is_served_by_torch_without_an_engine(served_by: str) -> None:
     keys, queries = clustered(333)
     index = FlatIndex(FlatIndex.Params(precision="stored"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -18,10 +19,12 @@ from tests.kit import held, kept_alive
 from tests.runtime import test_look_ahead as look_ahead
 from tests.runtime.test_engine_plan import (
     INT8,
+    PROMPT,
     RETRIEVING,
     SETTINGS,
     SHAPE,
     STEPS,
+    Tokens,
     begin,
     compare,
     feed,
@@ -147,6 +150,51 @@ def test_what_was_found_is_there_for_an_audit(monkeypatch: pytest.MonkeyPatch) -
         ids.append(torch.stack([found[row][1].parts[0].ids for row in (0, 1)]))
     assert torch.equal(*ids)
     assert not torch.equal(*ids[0])
+
+
+def test_estimates_of_several_extents_are_told_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = []
+    for switch in ("1", "0"):
+        monkeypatch.setenv("HYBRID_KV_ONE_CALL", switch)
+        source = far(SETTINGS["estimated"])
+        tokens = begin(source)
+        kv, found = source.fork(), {}
+        _ = [feed(kv, *tokens.next(1)) for _ in range(70)]
+        layer = kv.layers[0]
+        q, k, v = tokens.next(1)
+        layer.append(k, v, None)
+        layer.steps.attend(layer.steps.make(layer.held, q, 0.12, None, found=found))
+        assert len(found[0][1].parts) == 2
+        told.append(found[0][1].estimated)
+    torch.testing.assert_close(*told)
+
+
+def test_entries_that_a_method_has_copies_of_are_attended_once() -> None:
+    """By whatever index the others are found: one that the engine could search is no exception."""
+    kept = {"method": "snapkv", "demote": "offload", "window_tokens": 32, "budget_tokens": 64}
+    outs = []
+    for precision in ("exact", "stored"):
+        index = {"kind": "flat", "precision": precision}
+        kv = far({**kept, "cold": {"index": index, "top_k": 30}})
+        tokens = begin(kv)
+        outs.append([feed(kv, *tokens.next(1)) for _ in range(3)])
+    for one, other in zip(*outs, strict=True):
+        compare(one, other)
+    kv = far({**kept, "cold": {"index": "flat", "top_k": "all"}})
+    feed(kv, *begin(kv).next(1))
+    assert kv.work.most_retrieved == len(held(kv).cold) - (64 - 32)
+
+
+def test_an_estimate_beside_copies_is_of_all_others() -> None:
+    """Keys are alike, so that it is what attention gives."""
+    kept = {"method": "snapkv", "demote": "offload", "window_tokens": 32, "budget_tokens": 64}
+    kv = far({**kept, "cold": {"index": "flat", "top_k": 30, "estimate": "gaussian"}})
+    tokens = Tokens()
+    for new in (PROMPT, 1, 1):
+        q, _, v = tokens.next(new)
+        part = feed(kv, q, torch.full_like(v, 0.1), v)
+    expected = 0.12 * 0.1 * q.sum(-1) + math.log(PROMPT + 2)
+    torch.testing.assert_close(part.lse, expected, rtol=1e-3, atol=1e-3)
 
 
 def test_no_more_cold_entries_than_the_budget_are_attended_without_a_search(

@@ -40,6 +40,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "cold": {
             "index": {"kind": "flat", "precision": "int8"},
             "top_k": 9,
+            "max_tokens": 13,
             "estimate": "gaussian",
         },
     },

@@ -146,6 +146,31 @@ def test_what_a_better_index_would_have_found_is_the_indexs_loss() -> None:
     assert lost.recall == 0
 
 
+def test_copies_that_a_method_keeps_are_for_no_search_to_find() -> None:
+    layer, k, _ = layer_of(9, 50)
+    q, copied = torch.randn(2, 3, 72), torch.rand(2, 50) < 0.4
+    layer.rows[0].copied = copied
+    scores = torch.einsum("hmd,hnd->hmn", q, k[:, :50]).masked_fill(copied[:, None], -torch.inf)
+    finding = look(layer, q, TokenBudget(10), scores.topk(10).indices).finding()
+    assert finding is not None
+    assert (finding.recall, finding.missed_by_index) == (1, pytest.approx(0, abs=1e-6))
+
+
+def test_of_samples_that_stand_for_others_what_was_not_drawn_is_missed() -> None:
+    """Their weights say nothing of it: the step's sum may be right, whatever was read."""
+    layer, k, _ = layer_of(9, 50)
+    q, drawn = torch.randn(2, 3, 72), torch.arange(0, 50, 3).expand(2, 3, -1)
+    part = held(layer).extents[0].found(drawn)._replace(bias=torch.full(drawn.shape, 1.1))
+    found = {0: (TokenBudget(10), Retrieved([part]))}
+    whole = PartialAttention(torch.ones(1, 6, 1, 72), torch.zeros(1, 6, 1))
+    finding = Look(step_of(layer, q, found=found), 0, Target(3, 1), whole).finding()
+    assert finding is not None
+    logits = 0.3 * q[1].double() @ k[1].double().T
+    shares = (logits - logits.logsumexp(1)[:, None]).exp()
+    shares[:, drawn[0, 0]], shares[:, 50:] = 0, 0
+    assert finding.missed_mass == pytest.approx(float(shares.sum(1).mean()), abs=1e-5)
+
+
 def test_where_nothing_was_searched_there_is_no_recall() -> None:
     layer, _, _ = layer_of(9, 50)
     finding = look(layer, torch.randn(2, 3, 72), None, None).finding()
