@@ -92,7 +92,7 @@ class JointRow:
     def _extent(self) -> Hashable | None:
         own = self.own
         span, index = own.chain.spans[0], own.chain.spans[0].extent.index
-        if len(span.extent.readers) < 2 or own.copied is not None:
+        if len(span.extent.readers) < 2:
             return None
         if index is not None and index.builder.pending is not None:
             index.settle(span.extent.keys)

@@ -179,6 +179,27 @@ def test_rows_get_what_they_get_one_by_one(
         assert row.work.steps == other.work.steps
 
 
+@pytest.mark.parametrize("name", ["full", "hybrid, opened"])
+@torch.inference_mode()
+def test_rows_of_one_length_and_a_cropped_one_keep_to_themselves(
+    model: Any, runtime: Attachment, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first two have all their pages in common, of which the last is not full."""
+    found = []
+    for alone in (False, True):
+        first = runtime.cache(config(name, 16))
+        model(torch.tensor([prompt(300)]), **passing(first))
+        model(torch.tensor([[5]]), **passing(first))
+        rows = [first, first.fork(), first.fork()]
+        rows[2].crop(-100)
+        with monkeypatch.context() as patched:
+            if alone:
+                patched.setattr(joined, "attend_shared", lambda *_, **__: None)
+            found.append([steps(model, rows[:2], 2), steps(model, rows, 2)])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
 @torch.inference_mode()
 def test_rows_without_a_common_part_are_left_alone(
     model: Any, runtime: Attachment, shared: list[int]

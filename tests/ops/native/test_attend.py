@@ -187,7 +187,8 @@ def test_any_number_of_queries_shares_the_rows(
 @pytest.mark.parametrize("new", [1, 2, 5])
 def test_positions_hide_what_is_later(engine: ctypes.CDLL, new: int) -> None:
     keys, values, q = rows_of(2, 2, 600, 24), rows_of(2, 2, 600, 24), torch.randn(2, 2, 3 * new, 24)
-    positions = torch.stack([torch.randperm(600) + 1, torch.randperm(600)])[:, :]
+    positions = torch.zeros(2, 640, dtype=torch.int64)[:, :600]  # as the first slots of arenas
+    positions[:] = torch.stack([torch.randperm(600) + 1, torch.randperm(600)])
     positions[1, :300] = HIDDEN
     newest = [4, 599]
     out, lse = attend_rows(
