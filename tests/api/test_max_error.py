@@ -86,7 +86,7 @@ def test_a_pass_begins_at_the_first_token_that_is_too_far(
     one_layer: Any, wrong: set[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tokens before it stay the method's; it and those behind it are full attention's own."""
-    place, drafted = 0, list[Tensor]()
+    place, drafted, judged = 0, list[Tensor](), 0
     rows: tuple[int, Tensor] = 0, torch.zeros(0)
     own, verified = dict[int, Tensor](), dict[int, Tensor]()
 
@@ -96,8 +96,10 @@ def test_a_pass_begins_at_the_first_token_that_is_too_far(
         return [begin + number not in wrong for number in range(len(logits))]
 
     def chosen_from(limit: TokenErrorLimit, trusted: int, logits: Tensor) -> None:
-        nonlocal rows
+        nonlocal rows, judged
         rows = trusted, logits
+        if trusted < len(logits):  # a pass, whose last row is of the place behind the drafts
+            judged += len(logits) - 1 - trusted
 
     def came_out(limit: TokenErrorLimit, count: int) -> None:
         nonlocal place
@@ -117,7 +119,7 @@ def test_a_pass_begins_at_the_first_token_that_is_too_far(
     assert wrong <= {*verified}
     assert len(own) == got.exact.trusted
     assert 0 < got.exact.passes <= len(wrong)
-    assert got.exact.accepted <= got.exact.drafted
+    assert got.exact.accepted <= got.exact.drafted == judged
     with torch.inference_mode():
         exact = one_layer.model(torch.tensor([[*IDS, *got.token_ids]])).logits[0, len(IDS) - 1 :]
     for number, row in verified.items():

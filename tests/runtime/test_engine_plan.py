@@ -153,6 +153,18 @@ def test_16_bits_and_softcap(
         compare(one, parts, dtype)
 
 
+def test_an_estimate_to_first_order_is_that_of_single_ops(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {**RETRIEVING, "cold": {"index": INT8, "top_k": 9, "estimate": "first_order"}}
+    outs = []
+    for switch in ("1", "0"):
+        monkeypatch.setenv("HYBRID_KV_ONE_CALL", switch)
+        kv = cache(settings)
+        tokens = begin(kv)
+        outs.append(feed(kv, *tokens.next(1)))
+        assert is_one_call(kv) == (switch == "1")
+    compare(*outs)
+
+
 def test_a_layer_of_several_kinds_is_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """Codes of the prompt's keys, and a scan of the later ones."""
     monkeypatch.setattr(sketch, "SCANNED_KEYS", 16)
