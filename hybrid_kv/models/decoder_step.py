@@ -199,10 +199,10 @@ class DecoderStep:
         """The engine's calls with the weights as they are; None where it cannot have them, or would
         not be faster.
         """
-        family = _family_of(self.layer)
-        if family is None:
-            return None
         layer: Any = self.layer
+        family = _family_of(layer)
+        if family is None or any(getattr(layer, one).training for one in family.dropouts):
+            return None
         attention, feed_forward = layer.self_attn, layer.mlp
         dtype: torch.dtype = layer.input_layernorm.weight.dtype
         norms = {name: getattr(layer, own) for name, own in family.norms.items()}
@@ -274,8 +274,7 @@ def _family_of(layer: nn.Module) -> _Family | None:
     named: list[tuple[Any, str]] = [(norm, "RMSNorm") for norm in norms]
     named += [(layer, "DecoderLayer"), (attention, "Attention"), (feed_forward, "MLP")]
     home = f"transformers.models.{name.lower()}.modeling_{name.lower()}"
-    dropouts = [getattr(layer, one, None) for one in family.dropouts]
-    if any(type(one) is not nn.Dropout or one.training for one in dropouts):
+    if any(type(getattr(layer, one, None)) is not nn.Dropout for one in family.dropouts):
         return None
     is_known = _activation(getattr(feed_forward, family.activation, None)) is not None and all(
         (type(part).__module__, type(part).__name__) == (home, name + kind)

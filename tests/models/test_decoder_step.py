@@ -570,8 +570,9 @@ def test_rows_of_joined_caches_answer_as_alone(computed: list[list[int]]) -> Non
     torch.testing.assert_close(found, torch.cat(alone), **PACKED)
 
 
-def test_windows_of_transformers_own(computed: list[list[int]]) -> None:
-    model = made("mistral", sliding_window=16)
+@pytest.mark.parametrize("family", ["mistral", "phi3"])
+def test_windows_of_transformers_own(family: str, computed: list[list[int]]) -> None:
+    model = made(family, sliding_window=16)
     found = logits(model, 1, 3)
     assert len(computed) == 3
     watched(model)
