@@ -238,6 +238,7 @@ class LayerMajorPrefill:
         attends = hasattr(module, "self_attn")
         target = hidden if self._in_place else torch.empty_like(hidden)
         result: Any = None
+        others: list[tuple[Any, ...]] = []  # what each chunk gives beside its hidden states
         with self._prompt_in_pieces(module):
             for start in range(0, total, size):
                 stop = min(total, start + size)
@@ -250,6 +251,7 @@ class LayerMajorPrefill:
                     named = {name: bring(x, home) for name, x in named.items()}
                 result = inner(*cut, **named)
                 out = result[0] if isinstance(result, tuple) else result
+                others.append(result[1:] if isinstance(result, tuple) else ())
                 if home is not None:
                     put(target, start, out)
                     continue
@@ -258,7 +260,9 @@ class LayerMajorPrefill:
                 target[:, start:stop] = out
         if home is not None:
             arrived(home)
-        return (target, *result[1:]) if isinstance(result, tuple) else target
+        if not isinstance(result, tuple):
+            return target
+        return target, *(_joined(parts, total, size) for parts in zip(*others, strict=True))
 
     @contextmanager
     def _prompt_in_pieces(self, module: nn.Module) -> Iterator[None]:
@@ -321,6 +325,17 @@ def _slice(value: Any, total: int, start: int, stop: int) -> Any:
     # Mostly axis 1; M-RoPE positions are [3, B, T], factors on queries [1, 1, T, 1].
     axis = next((axis for axis in range(1, value.ndim) if value.shape[axis] == total), None)
     return value if axis is None else value.narrow(axis, start, stop - start)
+
+
+def _joined(parts: tuple[Any, ...], total: int, size: int) -> Any:
+    """An output of all chunks: what runs along the sequence is joined, else the last chunk's."""
+    counts = [min(size, total - start) for start in range(0, total, size)]
+    if not all(isinstance(part, Tensor) for part in parts):
+        return parts[-1]
+    for axis in range(1, parts[0].ndim):
+        if [part.shape[axis] for part in parts] == counts:
+            return torch.cat(parts, axis)
+    return parts[-1]
 
 
 # Where a prompt's hidden states wait between two layers -------------------------------------------

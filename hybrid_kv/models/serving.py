@@ -175,10 +175,12 @@ class Serving:
     ) -> AbstractContextManager[None]:
         if not isinstance(cache, TieredCache):  # a joined step is no prompt
             return nullcontext()
+        if self._records(inputs, "output_router_logits"):  # one tensor of each layer, not of chunks
+            return nullcontext()
         source = _source(inputs)
         shape = None if source is None else (source.shape[0], source.shape[1])
         # Somebody else may hold on to these tensors; then chunks must not be written over them.
-        records = self._records_hidden(inputs)
+        records = self._records(inputs, "output_hidden_states", "output_attentions")
         in_place = inputs.get("inputs_embeds") is None and not records
         asked = None
         if not records and "logits_to_keep" in inputs:
@@ -238,8 +240,7 @@ class Serving:
                 "the prompt, ask for fewer new tokens or take a model with a longer context"
             )
 
-    def _records_hidden(self, inputs: dict[str, Any]) -> bool:
-        names = ("output_hidden_states", "output_attentions", "output_router_logits")
+    def _records(self, inputs: dict[str, Any], *names: str) -> bool:
         return any(inputs.get(n, getattr(self.text_config, n, False)) for n in names)
 
     def bytes_per_token(self, method: Method, num_tokens: int) -> int:

@@ -147,6 +147,30 @@ def test_hidden_states_are_those_of_one_pass(
         torch.testing.assert_close(found, exact, **CLOSE)
 
 
+@pytest.mark.parametrize("length", [40, 37])
+def test_what_a_layer_tells_the_next_beside_its_hidden_states_is_of_all_chunks(length: int) -> None:
+    """Zaya's routers take what those of the layer before have made of each token."""
+    model, prompt = build_further("zaya"), ids(length)
+    want = model(prompt, use_cache=False).logits
+    with hkv.attach(model, config(10)) as runtime:
+        found = model(prompt, **passing(runtime.cache())).logits
+    torch.testing.assert_close(found, want, **CLOSE)
+
+
+def test_router_logits_are_one_tensor_for_each_layer() -> None:
+    model, prompt = build_further("mixtral"), ids(rows=2)
+    mask = (torch.arange(PROMPT) >= torch.tensor([[0], [9]])).long()
+    asked = {"attention_mask": mask, "output_router_logits": True}
+    want = model(prompt, use_cache=False, **asked)
+    with hkv.attach(model, config(10)) as runtime:
+        found = model(prompt, **passing(runtime.cache()), **asked)
+    assert len(found.router_logits) == len(want.router_logits)
+    shown = mask.flatten().bool()
+    for own, exact in zip(found.router_logits, want.router_logits, strict=True):
+        torch.testing.assert_close(own[shown], exact[shown], **CLOSE)
+    torch.testing.assert_close(found.aux_loss, want.aux_loss)
+
+
 def test_an_error_in_a_chunk_does_not_leave_the_prompt_open(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
