@@ -187,6 +187,8 @@ class LayerMajorPrefill:
     def _go_to_host(self, ids: Tensor, weight: Tensor) -> bool:
         if self._states != "auto" or ids.device.type != "cuda" or self._cache is None:
             return self._states == "host"
+        from hybrid_kv.ops.pinned import free_bytes
+
         layers = self._cache.kv.info.layers
         # Where every layer slides, none has KV of ours.
         layer_kv = max((bytes_per_token(shape, weight.dtype) for shape in layers), default=0)
@@ -238,7 +240,7 @@ class LayerMajorPrefill:
         attends = hasattr(module, "self_attn")
         target = hidden if self._in_place else torch.empty_like(hidden)
         result: Any = None
-        others: list[tuple[Any, ...]] = []  # what each chunk gives beside its hidden states
+        others: list[list[Any]] = []  # by chunk its length, and what it gives beside hidden states
         with self._prompt_in_pieces(module):
             for start in range(0, total, size):
                 stop = min(total, start + size)
@@ -250,8 +252,8 @@ class LayerMajorPrefill:
                     cut = bring(cut, home)
                     named = {name: bring(x, home) for name, x in named.items()}
                 result = inner(*cut, **named)
-                out = result[0] if isinstance(result, tuple) else result
-                others.append(result[1:] if isinstance(result, tuple) else ())
+                out, *more = result if isinstance(result, tuple) else (result,)
+                others.append([stop - start, *more])
                 if home is not None:
                     put(target, start, out)
                     continue
@@ -260,9 +262,9 @@ class LayerMajorPrefill:
                 target[:, start:stop] = out
         if home is not None:
             arrived(home)
-        if not isinstance(result, tuple):
-            return target
-        return target, *(_joined(parts, total, size) for parts in zip(*others, strict=True))
+        lengths, *parts = zip(*others, strict=True)
+        more = [_joined(part, lengths) for part in parts]
+        return (target, *more) if isinstance(result, tuple) else target
 
     @contextmanager
     def _prompt_in_pieces(self, module: nn.Module) -> Iterator[None]:
@@ -327,15 +329,11 @@ def _slice(value: Any, total: int, start: int, stop: int) -> Any:
     return value if axis is None else value.narrow(axis, start, stop - start)
 
 
-def _joined(parts: tuple[Any, ...], total: int, size: int) -> Any:
+def _joined(parts: tuple[Any, ...], lengths: tuple[int, ...]) -> Any:
     """An output of all chunks: what runs along the sequence is joined, else the last chunk's."""
-    counts = [min(size, total - start) for start in range(0, total, size)]
-    if not all(isinstance(part, Tensor) for part in parts):
-        return parts[-1]
-    for axis in range(1, parts[0].ndim):
-        if [part.shape[axis] for part in parts] == counts:
-            return torch.cat(parts, axis)
-    return parts[-1]
+    pairs = zip(parts, lengths, strict=True)
+    runs = all(isinstance(x, Tensor) and x.ndim > 1 and x.shape[1] == count for x, count in pairs)
+    return torch.cat(parts, 1) if runs else parts[-1]
 
 
 # Where a prompt's hidden states wait between two layers -------------------------------------------
@@ -381,12 +379,6 @@ def arrived(device: torch.device) -> None:
     """Returns when all that was put has arrived from `device`: the host may read it."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
-
-
-def free_bytes(device: torch.device) -> int:
-    """Memory of a CUDA device for tensors: what nobody has, and what torch keeps ready."""
-    free = int(torch.cuda.mem_get_info(device)[0])
-    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 def token_table(model: nn.Module, owner: nn.Module) -> nn.Embedding | None:

@@ -173,10 +173,8 @@ class Serving:
     def _as_prompt(
         self, module: nn.Module, cache: TieredCache | JoinedCache, inputs: dict[str, Any]
     ) -> AbstractContextManager[None]:
-        if not isinstance(cache, TieredCache):  # a joined step is no prompt
-            return nullcontext()
-        if self._records(inputs, "output_router_logits"):  # one tensor of each layer, not of chunks
-            return nullcontext()
+        if not isinstance(cache, TieredCache) or self._records(inputs, "output_router_logits"):
+            return nullcontext()  # a joined step is no prompt; those are of a layer, not of chunks
         source = _source(inputs)
         shape = None if source is None else (source.shape[0], source.shape[1])
         # Somebody else may hold on to these tensors; then chunks must not be written over them.
@@ -300,10 +298,7 @@ def _source(inputs: dict[str, Any]) -> Tensor | None:
 
 
 def _rows_asked(module: nn.Module, inputs: dict[str, Any]) -> int | None:
-    """Rows of hidden states that a forward needs at its end, counted from the last; None for all.
-
-    Who records hidden states needs all.
-    """
+    """Rows of hidden states that a forward needs, counted from the last; None for all."""
     asked = inputs.get("logits_to_keep")
     takes = "logits_to_keep" in signature(module.forward).parameters
     return asked if type(asked) is int and asked >= 1 and takes else None

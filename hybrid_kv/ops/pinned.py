@@ -427,3 +427,9 @@ def _num_in_one_range(host: Tensor) -> int:
     end = locked_end(address)
     count = len(host) if host.ndim else 1
     return count if end is None else min(count, (end - address) // row_bytes)
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory of a CUDA device for tensors: what nobody has, and what torch keeps ready."""
+    free = int(torch.cuda.mem_get_info(device)[0])
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

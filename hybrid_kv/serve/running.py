@@ -23,7 +23,7 @@ from hybrid_kv.masses import logits_of
 from hybrid_kv.models.cache_state import passing
 from hybrid_kv.models.exact_steps import drop_inexact
 from hybrid_kv.models.hf_cache import TieredCache
-from hybrid_kv.models.layer_major import free_bytes
+from hybrid_kv.ops.pinned import free_bytes
 from hybrid_kv.runtime import Stage, check_host_memory, spare_host_memory
 from hybrid_kv.serve.output import AnswerText, ExactAnswer, Sampler, StepErrors, first_error
 from hybrid_kv.serve.requests import (
