@@ -465,9 +465,11 @@ class HybridConfig(PluginConfig):
 
     def replace(self, **changes: Any) -> HybridConfig:
         """A copy with some settings changed; keys as in the constructor."""
-        data = self.flat()
+        own = type(self).model_fields.keys()
+        unset = own - self.model_fields_set - {"method"}
+        data = {key: value for key, value in self.flat().items() if key not in unset}
         if "method" in changes and changes["method"] != self.method:
-            data = {k: v for k, v in data.items() if k in type(self).model_fields}
+            data = {k: v for k, v in data.items() if k in own}
         return self.from_settings(changes, data)
 
     def check_complete(self) -> None:
@@ -499,7 +501,8 @@ class HybridConfig(PluginConfig):
                 f"budget {budget} of {context_tokens} tokens cannot be given to {self.method}: "
                 f"{error}"
             ) from None
-        return HybridConfig(**self.model_dump(exclude={"params"}), params=params)
+        given = self.model_dump(exclude={"params"}, exclude_unset=True)
+        return HybridConfig(**given, params=params)
 
     @classmethod
     def from_settings(

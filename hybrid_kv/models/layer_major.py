@@ -269,8 +269,7 @@ class LayerMajorPrefill:
     @contextmanager
     def _prompt_in_pieces(self, module: nn.Module) -> Iterator[None]:
         """Keeps a layer open between its chunks, then seals it: its KV may leave now."""
-        if self._cache is None:
-            raise RuntimeError("chunks are for forward passes with a tiered cache")
+        assert self._cache is not None
         kv = self._cache.kv
         before, kv.more_prompt = kv.more_prompt, True
         try:
@@ -346,9 +345,7 @@ def lie_on_host(setting: StatesPlace, states: int, layer_kv: int, free: int) -> 
         states: bytes of the hidden states. layer_kv: of K and V of the widest layer, of which
             there are two where layers overlap. free: of the device, beside the weights.
     """
-    if setting == "auto":
-        return states + 2 * layer_kv > _SHARE * free
-    return setting == "host"
+    return setting == "host" or (setting == "auto" and states + 2 * layer_kv > _SHARE * free)
 
 
 def host_states(like: Tensor, num_tokens: int) -> Tensor:

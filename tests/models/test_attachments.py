@@ -134,6 +134,10 @@ def test_a_setting_that_a_cache_leaves_out_is_that_of_its_model(plain: PreTraine
         cache = runtime.cache(TIERED)
         assert answer(plain, prompt(4), cache) == eager(plain, prompt(4))
         runtime.cache(runtime.config.replace(top_k=5))
+        for other in (hkv.HybridConfig(**TIERED), hkv.HybridConfig(method="quest", page_size=4)):
+            runtime.cache(other.opened())
+            runtime.cache(other.replace(audit_every=2))
+            runtime.cache(other.at_budget("50%", 400))
 
 
 def test_a_back_end_that_cannot_serve_is_refused_for_one_cache_too(plain: PreTrainedModel) -> None:
