@@ -368,6 +368,10 @@ class TidalDecode(Method):
         return Read(cold=TokenBudget(top_k, 2**40 if every else None))
 
     @classmethod
+    def full_budget(cls, params: Any) -> Any:
+        return params.model_copy(update={"top_k": "all"})
+
+    @classmethod
     def at_budget(cls, params: Any, tokens: int, *, context_tokens: int, page_size: int) -> Any:
         sinks, window, top_k = split_budget(tokens, page_size)
         sizes = {"sink_tokens": sinks, "window_tokens": window, "top_k": top_k}

@@ -157,6 +157,7 @@ def variants(method: str) -> dict[str, dict[str, Any]]:
     it.
     """
     sizes: dict[str, object] = {"sink_tokens": PAGE, "window_tokens": 2 * PAGE, "dense_layers": 0}
+    sizes |= {"top_k": 1, "selection_layers": [0]}  # what is to be opened is not open by itself
     tiered = {**_with(method, **sizes, spare_tokens=2 * PAGE), "prefill_chunk_tokens": 14}
     whole = -(-LONGEST // PAGE) * PAGE
     found = {"tiered": tiered, "resident": _with(method, sink_tokens=0, window_tokens=whole)}
