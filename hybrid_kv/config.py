@@ -129,6 +129,8 @@ Ratio: TypeAlias = Annotated[float, Field(gt=0, le=1)]
 BudgetField: TypeAlias = Annotated[Count | Literal["all"], Field(union_mode="left_to_right")]
 """A budget of at least one, or 'all'."""
 
+NO_END = 2**40  # tokens of a window that nothing leaves
+
 SPARSE_ERROR = 0.05
 """Relative error of "sparse": the median KL of eight texts is .004, the worst .013."""
 
@@ -437,7 +439,7 @@ class HybridConfig(PluginConfig):
         for params in (self.params, *(part.params for part in composed(self.params))):
             for name in ("sink_tokens", "window_tokens", "spare_tokens"):
                 tokens = getattr(params, name, 0)
-                if tokens % self.page_size:
+                if tokens < NO_END and tokens % self.page_size:
                     below = tokens // self.page_size * self.page_size
                     raise ValueError(
                         f"{name} must be a multiple of page_size {self.page_size}, got {tokens}; "

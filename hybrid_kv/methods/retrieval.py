@@ -27,8 +27,6 @@ from hybrid_kv.types import (
 
 _WINDOW_SHARE = 4
 """Of a budget a fourth is the recent window."""
-NO_END = 2**40
-"""Tokens of a window that nothing leaves."""
 
 
 class ResidentParams(Params):

@@ -12,14 +12,14 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor
 
-from hybrid_kv.config import BudgetField, LayerList, Tokens
+from hybrid_kv.config import NO_END, BudgetField, LayerList, Tokens
 from hybrid_kv.config import Params as BaseParams
 from hybrid_kv.entries import Entries
 from hybrid_kv.errors import ConfigError, IntegrityError
 from hybrid_kv.index._base import KeyIndex, rank
 from hybrid_kv.index.flat import FlatIndex
 from hybrid_kv.methods.evicting import Demoting, DemotingParams
-from hybrid_kv.methods.retrieval import NO_END, ResidentParams, split_budget
+from hybrid_kv.methods.retrieval import ResidentParams, split_budget
 from hybrid_kv.plugins import METHODS, Method, Placement
 from hybrid_kv.rotary import UNKNOWN, Rotary
 from hybrid_kv.types import (

@@ -96,3 +96,10 @@ def test_widening_multiplies_cold_entries_and_nothing_else() -> None:
     assert Read(cold=TokenBudget(5)).widened(2) == Read(cold=TokenBudget(10))
     for same in (Read(7, "all"), Read(7)):
         assert same.widened(3) == same
+
+
+@pytest.mark.parametrize("method", ["streaming_llm", "lm_infinite"])
+def test_an_opened_window_has_no_end_whatever_the_page_size(method: str) -> None:
+    sizes = {"page_size": 3, "sink_tokens": 3, "window_tokens": 6}
+    opened = HybridConfig(method=method, **sizes).opened()
+    assert opened.replace(audit_every=2).params == opened.params
