@@ -130,7 +130,6 @@ BudgetField: TypeAlias = Annotated[Count | Literal["all"], Field(union_mode="lef
 """A budget of at least one, or 'all'."""
 
 NO_END = 2**40  # tokens of a window that nothing leaves
-
 SPARSE_ERROR = 0.05
 """Relative error of "sparse": the median KL of eight texts is .004, the worst .013."""
 
