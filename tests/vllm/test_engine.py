@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import random
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +149,16 @@ def test_a_search_serves_long_contexts(folders: dict[str, Path]) -> None:
     assert searched > 0
     assert tokens(alone, asked, count=8) == stock, "each engine keeps its own settings"
     assert process_counts()["searched_decodes"] == searched
+
+
+def test_engines_of_one_process_look_in_turns_of_their_own(folders: dict[str, Path]) -> None:
+    """20 decode steps each time, one look every 2 or every 5 of them."""
+    two = [engine(folders["llama"], {"budget": "all", "audit_every": n}) for n in (2, 5)]
+    looks = [process_counts()["audit_looks"]]
+    for llm in two * 2:
+        tokens(llm, prompts([300]), count=21)
+        looks.append(process_counts()["audit_looks"])
+    assert [later - one for one, later in pairwise(looks)] == [10, 4, 10, 4]
 
 
 @pytest.mark.parametrize(
