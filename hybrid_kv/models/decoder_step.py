@@ -23,6 +23,7 @@ from hybrid_kv.models.cache_state import CACHE_NAMES, is_compiled, passed, repla
 from hybrid_kv.models.few_tokens import is_small
 from hybrid_kv.models.hf_attention import hybrid_attention
 from hybrid_kv.models.hf_cache import ServedCache
+from hybrid_kv.models.last_rows import is_heard
 from hybrid_kv.models.packed_linear import PackedLinear
 from hybrid_kv.ops.native.bindings import GELU_TANH, SILU
 from hybrid_kv.ops.native.decoder import BoundDecoder, DecoderWeights, Matrix, Norm
@@ -143,7 +144,7 @@ class DecoderStep:
             if (
                 "forward" in part.__dict__
                 or part._compiled_call_impl is not None
-                or part._forward_hooks
+                or is_heard(part)
                 or part._forward_pre_hooks
             ):
                 return False

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
+from transformers.utils import output_capturing
 
 from hybrid_kv.models.cache_state import is_compiled, replaced
 from hybrid_kv.runtime.layer_prompt import AskedRows
@@ -79,9 +80,22 @@ class LastRows:
         if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
             return True
         seeing = (*self._seeing, *self.layer.modules())
-        return any(
-            m._forward_hooks or m._forward_pre_hooks or hasattr(m, "_hf_hook") for m in seeing
-        )
+        return any(is_heard(m) or m._forward_pre_hooks or hasattr(m, "_hf_hook") for m in seeing)
+
+
+def is_heard(module: nn.Module) -> bool:
+    """Whether somebody hears what a module gives. Hooks stay where transformers once returned what
+    layers compute, and hear nothing while it does not.
+    """
+    hooks = module._forward_hooks
+    if not hooks:
+        return False
+    home, collector = (
+        output_capturing.__name__,
+        getattr(output_capturing, "_active_collector", None),
+    )
+    own = all(getattr(hook, "__module__", None) == home for hook in hooks.values())
+    return not own or collector is None or bool(collector.get())
 
 
 def _looks_at_queries(held: LayerCache) -> bool:

@@ -28,6 +28,7 @@ from hybrid_kv.models.cache_layers import HybridLayer, hybrid_layers
 from hybrid_kv.models.cache_state import CACHE_ARGUMENT, is_written_in_place, states_of
 from hybrid_kv.models.early_queries import is_idle_on_devices
 from hybrid_kv.models.hf_cache import TieredCache
+from hybrid_kv.models.last_rows import is_heard
 from hybrid_kv.ops.pinned import CaptureBusyError
 from hybrid_kv.runtime import PlanReason
 from hybrid_kv.runtime.device_plan import DevicePlan
@@ -150,7 +151,6 @@ class StepGraphs:
         if torch.is_grad_enabled() or self._model.training:
             return PlanReason("training", "gradients or dropout are on")
         if (name := self._hooked()) is not None:
-            # Transformers leaves its own where it once returned what layers compute.
             return PlanReason("hooks", f"{name} has hooks")
         if not plans:
             return PlanReason("plan", _why_not_advanced(cache))
@@ -163,7 +163,7 @@ class StepGraphs:
         for module in self._modules:
             before = module._forward_pre_hooks
             called = before and not all(map(is_idle_on_devices, before.values()))
-            if called or module._forward_hooks or "_hf_hook" in module.__dict__:
+            if called or is_heard(module) or "_hf_hook" in module.__dict__:
                 return type(module).__name__
         return None
 

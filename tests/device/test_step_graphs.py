@@ -197,6 +197,7 @@ def test_what_a_graph_cannot_say_is_refused_by_name_and_runs_eagerly() -> None:
         assert code() == "watched"
         cache.kv.look_every(0)
         assert code(output_hidden_states=True) == "inputs"
+        assert [code(), code()] == ["first", ""]  # transformers' hooks for these states stay
         model(tokens(3).cuda(), **passing(cache))
         assert graph_of(cache)["code"] == "several_tokens"
         cache.check_integrity()

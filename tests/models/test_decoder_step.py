@@ -415,6 +415,12 @@ def test_hidden_states_can_be_asked_for(computed: list[list[int]]) -> None:
         cache = runtime.cache()
         model(tokens[:, :37], **passing(cache))
         found = model(tokens[:, 37:], output_hidden_states=True, **passing(cache)).hidden_states
+        cache.crop(-1)
+        again = model(tokens[:, 37:], output_hidden_states=True, **passing(cache)).hidden_states
+        del computed[:]
+        model(ids(1, 1), **passing(cache))
+        assert len(computed) == 3, "hooks that transformers left there hear nothing now"
+        torch.testing.assert_close(again, found)
     with torch.inference_mode():
         own = model(tokens, output_hidden_states=True).hidden_states
     assert len(found) == len(own) == 4

@@ -160,6 +160,9 @@ def test_hidden_states_and_all_logits_need_all_rows(rows: list[int]) -> None:
     for more in ({}, {"logits_to_keep": 0}, {"logits_to_keep": torch.tensor([3, 5])}):
         asked(model, prompt, 100, **more)
     assert set(rows) == {PROMPT}
+    rows.clear()
+    asked(model, prompt, 100, logits_to_keep=1)  # transformers' hooks for these states stay
+    assert rows[-1] == 1
 
 
 def test_the_layer_is_as_it_was_afterwards_and_after_a_failure(
