@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partialmethod
 from typing import Any
 
 import pytest
@@ -396,12 +397,13 @@ def test_what_was_found_is_there_for_an_audit(monkeypatch: pytest.MonkeyPatch) -
     assert torch.equal(*ids)
 
 
-def test_most_retrieved_is_of_any_step() -> None:
+def test_most_retrieved_is_of_any_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of an earlier one, where an audit had the budget widened."""
     kv = cache(SETTINGS["int8"])
-    tokens, steps = begin(kv), kv.layers[0].steps
-    q, k, v = tokens.next(1)
-    steps.attend(steps.make(kv.layers[0].held, q, 0.12, None, new=(k, v)), widening=3)
+    tokens, steps = begin(kv), type(kv.layers[0].steps)
+    with monkeypatch.context() as patched:
+        patched.setattr(steps, "attend", partialmethod(steps.attend, widening=3))
+        feed(kv, *tokens.next(1))
     feed(kv, *tokens.next(1))
     assert is_one_call(kv)
     assert kv.work.most_retrieved == 3 * 9
