@@ -68,3 +68,26 @@ def test_steps_check_several_guesses_and_tokens_stay_those_of_full(
         assert steps >= drafted
     else:
         assert steps < drafted
+
+
+@pytest.mark.parametrize("right", [0, 2])
+def test_wrong_guesses_leave_nothing_behind_where_no_pass_follows(
+    monkeypatch: pytest.MonkeyPatch, right: int
+) -> None:
+    """Steps that read every entry: their tokens come out as they are."""
+    tokens = want(2, sampled=False)
+    asked: list[int] = []
+
+    def guess(self: PromptLookup, more: Sequence[int], count: int) -> list[int]:
+        at = self.num_tokens + len(more) - len(PROMPT)
+        asked.append(count)
+        wrong = [(token + 1) % 7 for token in tokens[at + right :]]
+        return [*tokens[at : at + right], *wrong][:count]
+
+    monkeypatch.setattr(PromptLookup, "guess", guess)
+    with hkv.load(small_model(2), config="full") as llm:
+        found = answer(llm, torch.tensor([PROMPT]), exact=True, max_new_tokens=NEW)
+    assert found.token_ids == tokens
+    assert max(asked) > right + 1
+    assert found.exact is not None
+    assert found.exact.passes == 0
