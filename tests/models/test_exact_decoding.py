@@ -246,6 +246,18 @@ def test_windows_are_as_small_as_before() -> None:
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize("exact", [True, False], ids=["exact", "approximate"])
+@pytest.mark.parametrize("more", [0, 3])
+def test_a_prompt_that_the_cache_holds_whole_is_answered_again(exact: bool, more: int) -> None:
+    """Its last token at least is computed, which gives the first of the answer."""
+    with hkv.load(build("llama"), config=small()) as llm:
+        cache = llm.runtime.cache()
+        first = answer(llm, ids(), cache, exact=exact).token_ids
+        given = torch.cat([ids(), torch.tensor([first[:more]], dtype=torch.int64)], 1)
+        found = answer(llm, given, cache, exact=True)
+    assert found.token_ids == full_tokens(build("llama"), given)
+
+
 # How it ends --------------------------------------------------------------------------------------
 
 
