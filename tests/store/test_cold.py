@@ -28,7 +28,7 @@ from hybrid_kv.store.extent import ComingTail, ExtentView
 from hybrid_kv.store.index_builder import run_into
 from hybrid_kv.store.integrity import check_cold
 from hybrid_kv.store.pinned_allocator import PinnedAllocator
-from hybrid_kv.store.search import search_row
+from hybrid_kv.store.search import estimate_unread, search_row, tail_without
 from hybrid_kv.types import LayerShape, SearchResult, bytes_per_token
 from tests.ops.fake_cudart import Code, FakeCudart, fake_cuda, join_pinning
 from tests.store.scene import SHAPE, LaterRunner, flat_index, keys_of
@@ -107,6 +107,19 @@ def test_moments_of_entries_that_are_cut_off_do_not_come() -> None:
     later.run()
     k = keys_of(torch.arange(30))
     assert _are_equal(view.tail(torch.device("cpu")), Tail.of(k, -k))
+
+
+def test_moments_without_copies_follow_the_copies() -> None:
+    """A sixteenth of the copies may change before they are taken again."""
+    k = keys_of(torch.arange(64))
+    view = ExtentView(ColdExtent.of(k, -k, 0), 64)
+    early = (torch.arange(64) < 32).expand(2, -1)
+    few = early.clone()
+    few[0, 32:36] = True
+    known = tail_without(view, early)
+    assert tail_without(view, few) is known
+    assert _are_equal(known, Tail.of(k, -k, early))
+    assert _are_equal(tail_without(view, ~early), Tail.of(k, -k, ~early))
 
 
 def test_moments_that_nobody_has_begun_are_taken_by_who_wants_them() -> None:
@@ -224,6 +237,20 @@ def test_a_row_does_not_see_what_it_cropped_from_a_shared_extent() -> None:
     assert found(cold, 1, LARGEST, 2) == [4, 3]
     assert found(cold, 1, LARGEST, 99) == [4, 3, 2, 1, 0]
     check_cold(cold)
+
+
+def test_an_index_estimates_no_entry_that_a_row_has_cropped() -> None:
+    """SparQ with all channels: the weight is exact, the value the mean."""
+    cold, positions = store(), torch.arange(9)
+    k = keys_of(positions)
+    cold.chains[0].append(k, -k, positions, IndexConfig(kind="query_channels").build)
+    cold.fork([0, 0])
+    cold.chains[1].truncate(5)
+    queries, nothing = LARGEST.expand(2, 1, 3), torch.full((2, 1, 1), -1)
+    for chain, count in zip(cold.chains, (9, 5), strict=True):
+        part = estimate_unread(chain.spans[0], queries, nothing, scale=1.0, softcap=None)
+        torch.testing.assert_close(part.lse, k[:, None, :count, 0].logsumexp(-1))
+        torch.testing.assert_close(part.out, -k[:, :count].mean(1, keepdim=True))
 
 
 def test_a_crop_is_forgotten_for_good_when_the_row_goes_on() -> None:
