@@ -83,7 +83,7 @@ def test_moments_are_saved_and_not_taken_again(
         expected = answers(context)
         context.save(tmp_path / "a.hkv")
         with monkeypatch.context() as patched:
-            patched.setattr(Tail, "of", lambda *_: pytest.fail("moments were taken again"))
+            patched.setattr(Tail, "of", lambda *_, **__: pytest.fail("moments were taken again"))
             opened = llm.open(tmp_path / "a.hkv")
             assert answers(opened) == expected
         assert {extent.moments.count for extent in extents(opened)} == {extents(opened)[0].length}
