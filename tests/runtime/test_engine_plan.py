@@ -49,6 +49,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "nearly all": {**RETRIEVING, "cold": {"index": INT8, "top_k": 375}},
     "hybrid": {**RETRIEVING, **SPARE, "method": "hybrid", "cold": {"top_k": 15}},
 }
+BESIDE_PAGES = {
+    **{**RETRIEVING, "method": "hybrid", "page_size": 1, "spare_tokens": 200, "page_budget": 9},
+    "cold": {"index": GRAPH, "top_k": 20},
+}
 
 pytestmark = pytest.mark.skipif(
     engine_state().isa is None, reason="no engine: every op is made by itself"
@@ -108,14 +112,14 @@ def is_one_call(kv: KVCache) -> bool:
     return kv.ops.served.get("plan_step") == "native"
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", [*SETTINGS, "graph beside pages"])
 def test_steps_are_those_of_single_ops(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages leave the window meanwhile, which one plan follows; work counts alike."""
     outs: list[list[Any]] = []
     caches = []
     for switch in ("1", "0"):
         monkeypatch.setenv("HYBRID_KV_ONE_CALL", switch)
-        kv = cache(SETTINGS[name])
+        kv = cache(SETTINGS.get(name, BESIDE_PAGES))
         kv.means.reserve(PROMPT + 1 + STEPS)
         tokens = begin(kv)
         outs.append([feed(kv, *tokens.next(1)) for _ in range(STEPS)])
@@ -127,7 +131,7 @@ def test_steps_are_those_of_single_ops(name: str, monkeypatch: pytest.MonkeyPatc
     assert is_one_call(one)
     assert one.describe_steps()[0]["plans"] == 1 + (name == "nearly all")  # for a while all
     assert not is_one_call(parts)
-    if name == "graph":  # of rows that walks share only a search by itself knows
+    if "graph" in name:  # of rows that walks share only a search by itself knows
         read = pytest.approx(parts.work.search_bytes, rel=0.35)
         assert one.work.search_bytes == read
         parts.work.search_bytes = one.work.search_bytes
