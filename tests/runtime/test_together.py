@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import hybrid_kv as hkv
+from hybrid_kv.config import IndexConfig
 from hybrid_kv.errors import NonFiniteError
 from hybrid_kv.models import joined
 from hybrid_kv.models.attach import Attachment, HybridCache
@@ -210,6 +211,29 @@ def test_rows_without_a_common_part_are_left_alone(
         model(torch.tensor([prompt(300)]), **passing(rows[-1]))
     steps(model, rows)
     assert set(shared) == {0}
+
+
+@torch.inference_mode()
+def test_an_index_whose_queries_choose_together_takes_over_and_is_asked_by_each_row(
+    model: Any, runtime: Attachment, shared: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it finds for one row must not follow from queries of another."""
+    joint = IndexConfig(kind="query_channels", num_channels=4, shared=True)
+    outs = []
+    for alone in (False, True):
+        rows = forks(model, runtime, config("hybrid, found", 16))
+        with monkeypatch.context() as patched:
+            if alone:
+                patched.setattr(joined, "attend_shared", lambda *_, **__: None)
+            steps(model, rows, 1)
+            for layer in rows[0].kv.layers.values():
+                extent = layer.held.rows[0].chain.spans[0].extent
+                assert extent.index is not None
+                extent.index._serve(joint.build())
+                extent.index.serving.build(extent.keys, None)
+            outs.append(steps(model, rows, 3))
+    torch.testing.assert_close(*outs, rtol=1e-4, atol=1e-4)
+    assert shared == [3] * 2 + [0] * (2 * 3)
 
 
 @pytest.mark.parametrize("name", ["full", "hybrid, found"])
