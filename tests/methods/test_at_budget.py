@@ -69,6 +69,11 @@ def test_a_step_attends_about_the_budget(name: str, tokens: int, page_size: int)
     assert attended(config) == pytest.approx(tokens, abs=CONTEXT / 16 if by_heads else page_size)
 
 
+def test_samples_of_a_large_budget_are_of_what_lies_between_sinks_and_window() -> None:
+    """A larger share of that than of the context, of which they take a sixth."""
+    assert attended(at_budget("magic_pig", 400, 8)) == pytest.approx(400, abs=8)
+
+
 @pytest.mark.parametrize("name", [name for name in METHODS if name != "full"])
 def test_a_budget_of_one_token_leaves_nothing_or_changes_nothing(name: str) -> None:
     with pytest.raises(ConfigError, match="got 1") if _has_budget(name) else nullcontext():
