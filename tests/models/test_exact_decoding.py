@@ -325,3 +325,12 @@ def test_16_bits_give_the_tokens_of_the_pass_and_count_ties(halved: Any) -> None
     best = logits.max(1).values
     assert (best - chosen <= 4 * torch.finfo(torch.bfloat16).eps * best.abs()).all()
     assert (best == chosen).sum() >= 54
+
+
+def test_a_tie_of_a_token_that_no_pass_has_verified_is_not_counted(halved: Any) -> None:
+    """It is the method's own choice, whatever full attention would choose."""
+    config = small("hybrid", **{"cold.estimate": "gaussian"})
+    options = {"max_new_tokens": 60, "max_error": 1e9}
+    _, work = exact_tokens(halved, config, ids(), exact=False, **options)
+    assert (work.passes, work.trusted) == (0, 59)
+    assert work.ties == 0
