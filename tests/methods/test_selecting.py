@@ -433,3 +433,19 @@ def test_whole_blocks_are_read_by_default(name: str, blocks: int) -> None:
     for found in (ids // size).flatten(0, 1):
         _, counts = found.unique(return_counts=True)
         assert counts.tolist() == [size] * blocks
+
+
+@pytest.mark.parametrize(
+    ("name", "window", "top_k"),
+    [
+        ("shadowkv", 32, 2048),
+        ("infllm", 512, 16 * 128),
+        ("rekv", 512, 64 * 196),
+        ("loki", 512, 100),
+    ],
+)
+def test_defaults_are_of_the_papers_or_of_all_that_retrieve(
+    name: str, window: int, top_k: int
+) -> None:
+    config = HybridConfig(method=name)
+    assert (config.window_tokens, config.cold.top_k) == (window, top_k)
