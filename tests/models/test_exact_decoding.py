@@ -305,6 +305,29 @@ def test_what_changes_logits_changes_them_alike(options: dict[str, Any]) -> None
     assert some_wrong(work)
 
 
+class _ShiftsInPlace(LogitsProcessor):
+    """As `_Shifts`, but writes into the scores that it was given."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        scores[0, (int(input_ids[0, -1]) + 1) % VOCAB] += 3.0
+        return scores
+
+
+def test_what_changes_logits_where_they_lie_changes_them_once() -> None:
+    """Where steps read every entry a token is drafted and taken from the same logits."""
+    model, options = build("llama"), {"logits_processor": LogitsProcessorList([_ShiftsInPlace()])}
+    for settings in ("full", small()):
+        found, _ = exact_tokens(model, settings, ids(), max_new_tokens=12, **options)
+        assert found == full_tokens(model, ids(), max_new_tokens=12, **options)
+
+
+def test_drafts_are_chosen_with_those_before_them_in_mind() -> None:
+    settings = {**small(), "cold.top_k": 64}
+    options = {"exact": 4, "max_new_tokens": 6, "no_repeat_ngram_size": 1}
+    _, work = exact_tokens(build("llama"), settings, ids(), **options)
+    assert work == ExactWork(passes=1, drafted=4, accepted=4, steps=4)
+
+
 # 16 bits ------------------------------------------------------------------------------------------
 
 

@@ -91,3 +91,14 @@ def test_wrong_guesses_leave_nothing_behind_where_no_pass_follows(
     assert max(asked) > right + 1
     assert found.exact is not None
     assert found.exact.passes == 0
+
+
+def test_what_came_out_is_looked_up_as_well() -> None:
+    """The answer repeats a token that the prompt lacks."""
+    tokens = want(0, sampled=False)
+    assert tokens[1:] == [8] * (NEW - 1)
+    with hkv.load(small_model(0), config=small("hybrid")) as llm:
+        found = answer(llm, torch.tensor([PROMPT]), exact=True, max_new_tokens=NEW)
+    assert found.token_ids == tokens
+    assert found.exact is not None
+    assert 3 * found.exact.steps < 2 * found.exact.drafted, "a third was guessed"
