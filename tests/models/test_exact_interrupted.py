@@ -319,6 +319,21 @@ def test_the_loop_serves_generate_of_an_attached_model() -> None:
     assert loop.work.drafted > loop.work.accepted > 0
 
 
+def test_the_loop_computes_again_what_approximate_steps_have_left() -> None:
+    model: Any = build("llama")
+    with hkv.attach(model, small()) as runtime:
+        cache = runtime.cache()
+        how = {**passing(cache), "max_new_tokens": NEW, "do_sample": False}
+        given = model.generate(ids(), attention_mask=torch.ones_like(ids()), **how)
+        assert cache.exact_tokens == PROMPT < cache.get_seq_length()
+        mask = torch.ones_like(given)
+        out = model.generate(
+            given, attention_mask=mask, **how, custom_generate=ExactDecoding(cache)
+        )
+        assert cache.exact_tokens == cache.get_seq_length()
+    assert out[0, given.shape[1] :].tolist() == full_tokens(model, given)
+
+
 @pytest.mark.parametrize(
     ("rows", "hidden", "options", "said"),
     [
