@@ -482,6 +482,19 @@ def test_a_restored_cache_answers_as_if_nothing_had_happened(method: str) -> Non
     assert torch.equal(ask(), first)
 
 
+def test_steps_of_a_fork_are_counted_and_watched_by_themselves() -> None:
+    kv = cache()
+    feed(kv, 200, 1, 1)
+    before = replace(kv.work)
+    kv.watchers.append(object())  # type: ignore[arg-type]
+    fork = kv.fork()
+    assert fork.watchers == []
+    assert fork.work.steps == 0
+    feed(fork, 1)
+    assert fork.work.steps > 0
+    assert kv.work == before
+
+
 def test_reset_makes_the_cache_new() -> None:
     kv = cache(**SMALL)
     feed(kv, 40, 1)
