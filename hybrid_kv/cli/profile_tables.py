@@ -246,7 +246,7 @@ def _or_dash(value: Any, show: Callable[[Any], str]) -> str:
 
 def _estimate(found: EstimateReport) -> str:
     half = "" if found.half_width is None else f" ± {found.half_width:.3f}"
-    return f"{found.mean:.3f}{half}"
+    return f"{found.mean:z.3f}{half}"
 
 
 _SHOWN: Mapping[Unit, Callable[[Any], str]] = {
