@@ -387,7 +387,7 @@ class HybridConfig(PluginConfig):
     method: a registered method; its own parameters stand beside these fields.
     page_size: tokens per page, the unit of spilling and of page selection.
     prefill_chunk_tokens: tokens per chunk of the layer-major prefill; "auto" is an eighth of the
-        prompt, at least 256 and at most 4096.
+        prompt, at least 256 and at most 4096. With router logits asked for there is one chunk.
     prefill_states: where a prompt's hidden states wait between two layers: on the "device", or in
         "host" memory, where a layer's keys and values also leave before the next layer begins;
         "auto" takes the host for prompts that would leave a GPU too little memory.
