@@ -11,24 +11,26 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from operator import is_
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 from torch.nn.modules import module as torch_module
+from torch.utils.hooks import RemovableHandle
 from transformers.activations import GELUTanh, SiLUActivation
 
 from hybrid_kv.models.cache_state import CACHE_NAMES, is_compiled, passed, replaced
 from hybrid_kv.models.few_tokens import is_small
 from hybrid_kv.models.hf_attention import hybrid_attention
 from hybrid_kv.models.hf_cache import ServedCache
-from hybrid_kv.models.last_rows import is_heard
+from hybrid_kv.models.last_rows import is_heard, states_are_collected
 from hybrid_kv.models.packed_linear import PackedLinear
 from hybrid_kv.ops.native.bindings import GELU_TANH, SILU
 from hybrid_kv.ops.native.decoder import BoundDecoder, DecoderWeights, Matrix, Norm
 from hybrid_kv.ops.native.library import Pool, engine_state, pool_here
-from hybrid_kv.ops.native.linear import MAX_TOKENS, PLAIN, TensorLayout, multiplies
+from hybrid_kv.ops.native.linear import MAX_TOKENS, PLAIN, multiplies
 
 _LINEAR = {
     "self_attn.q_proj": ("query",),
@@ -88,9 +90,12 @@ _FAMILIES = {
     "Gemma3": _Family(_AROUND, zero_centred=True, epsilon="eps"),
 }
 """By the name that their classes have in front of `DecoderLayer`, `Attention`, `MLP`, `RMSNorm`."""
-_BESIDE_WEIGHTS = ("variance_epsilon", "eps", "act", "_norm", "use_rope")
-"""Attributes of a layer's parts that change what they compute: of norms and an activation, and
-whether attention rotates.
+_OF_ALL = ("forward", "_compiled_call_impl", "training", "_modules", "_parameters")
+_OF_SOME = (
+    *("variance_epsilon", "eps", "_norm", "act", "exact", "use_rope", "residual_multiplier"),
+)
+"""Attributes of a layer and its parts that change what they compute: those of every module, and
+those that some have.
 """
 _INPUTS = {"attention_mask", "position_ids", "use_cache", "position_embeddings", *CACHE_NAMES}
 """Arguments that such a layer takes beside its hidden states."""
@@ -109,6 +114,9 @@ class DecoderSteps:
     def __init__(self, model: nn.Module, pays: Pays) -> None:
         able = engine_state().isa is not None
         self._layers = [DecoderStep(m, pays) for m in model.modules() if able and _family_of(m)]
+        # Of parts, when a layer is looked at.
+        self._classes = {type(part) for one in self._layers for part in _parts(one.layer)}
+        self._common: list[Any] = []  # as of the last step
 
     @contextmanager
     def served(self, num_tokens: int) -> Iterator[None]:
@@ -117,10 +125,53 @@ class DecoderSteps:
         if not (may and self._layers) or torch.is_autocast_enabled("cpu") or _is_watched():
             yield
             return
+        self._forget_if_changed()
         pool = pool_here()
         ready = [one for one in self._layers if one.begin(num_tokens, pool)]
         with replaced((one.layer, one) for one in ready):
             yield
+
+    def _forget_if_changed(self) -> None:
+        """All layers are looked at anew when classes were changed, a hook was registered anywhere,
+        or states begin to be collected.
+        """
+        common: list[Any] = [RemovableHandle.next_id, states_are_collected()]
+        for one in self._classes:
+            common += (one.forward, getattr(one, "_norm", None))
+        if common != self._common:
+            self._common = common
+            for layer in self._layers:
+                layer.seen = None
+
+
+class _Seen:
+    """What a layer and its parts are made of. That it is still so is asked in each step, of things
+    that have left the caches meanwhile: it touches few of them, and loops without Python.
+    """
+
+    def __init__(self, layer: nn.Module, parts: list[nn.Module]) -> None:
+        found: list[tuple[dict[str, Any], str]] = []
+        for module in (layer, *parts):
+            own = module.__dict__
+            names = [one for one in _OF_SOME if one in own or hasattr(type(module), one)]
+            found += [(own, name) for name in (*_OF_ALL, *names)]
+            found += [(among, name) for among in map(own.get, _OF_ALL[-2:]) for name in among]
+        self._dicts, self._names = zip(*found, strict=True)
+        self._modules = layer, *parts
+        self._things = self._read()
+        self._tensors = [one for one in self._things if type(one) in PLAIN and one.is_cpu]
+        self._layouts = self._read_layouts()
+
+    def is_so(self) -> bool:
+        """Whether nothing was exchanged."""
+        return all(map(is_, self._read(), self._things)) and self._read_layouts() == self._layouts
+
+    def _read(self) -> list[Any]:
+        return [*map(dict.get, self._dicts, self._names), *map(type, self._modules)]
+
+    def _read_layouts(self) -> list[Any]:
+        # `.data = ` exchanges what a parameter holds.
+        return [(one.data_ptr(), one.dtype, one.shape, one.stride()) for one in self._tensors]
 
 
 class DecoderStep:
@@ -128,7 +179,7 @@ class DecoderStep:
 
     def __init__(self, layer: nn.Module, pays: Pays) -> None:
         self.layer, self._pays = layer, pays
-        self._key: list[Any] = []  # of what is bound
+        self.seen: _Seen | None = None  # of a layer that nobody listens to
         self._by_tokens: dict[int, BoundDecoder | None] = {}
         self._bound: BoundDecoder | None = None  # of the step that passes
         self._pool: Pool | None = None
@@ -136,29 +187,12 @@ class DecoderStep:
 
     def begin(self, num_tokens: int, pool: Pool | None) -> bool:
         """Whether the engine computes this layer in a step of so many tokens, by these threads."""
-        layer = self.layer
-        if "forward" in layer.__dict__ or layer.training or is_compiled(layer):
-            return False
-        parts = _parts(layer)
-        for part in parts:  # each may be exchanged or listened to, and by anybody
-            if (
-                "forward" in part.__dict__
-                or part._compiled_call_impl is not None
-                or is_heard(part)
-                or part._forward_pre_hooks
-            ):
-                return False
-        key: list[Any] = [type(layer).forward, layer.__dict__.get("residual_multiplier")]
-        for part in parts:
-            key += (part, type(part).forward, getattr(type(part), "_norm", None), part.training)
-            key += map(part.__dict__.get, _BESIDE_WEIGHTS)
-            key += [
-                TensorLayout.of(one) if isinstance(one, Tensor) and type(one) in PLAIN else id(one)
-                for one in part._parameters.values()
-            ]
-        if key != self._key:
-            self._key = key
+        if self.seen is None or not self.seen.is_so():
+            parts = _parts(self.layer)
             self._by_tokens.clear()
+            self.seen = _Seen(self.layer, parts) if self._is_free(parts) else None
+            if self.seen is None:
+                return False
         if num_tokens not in self._by_tokens:
             self._by_tokens[num_tokens] = self._bind(num_tokens)
         self._bound, self._pool = self._by_tokens[num_tokens], pool
@@ -195,6 +229,22 @@ class DecoderStep:
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy of the layer, or a pickle, made while a step passes has its own forward."""
         return partial, (type(self.layer).forward, self.layer)
+
+    def _is_free(self, parts: list[nn.Module]) -> bool:
+        """Whether nobody listens to a part, or has given it or the layer a forward."""
+        layer = self.layer
+        return not (
+            "forward" in layer.__dict__
+            or layer.training
+            or is_compiled(layer)
+            or any(
+                "forward" in part.__dict__
+                or part._compiled_call_impl is not None
+                or part._forward_pre_hooks
+                or is_heard(part)
+                for part in parts
+            )
+        )
 
     def _bind(self, num_tokens: int) -> BoundDecoder | None:
         """The engine's calls with the weights as they are; None where it cannot have them, or would

@@ -180,9 +180,7 @@ class Serving:
         # Somebody else may hold on to these tensors; then chunks must not be written over them.
         records = self._records(inputs, "output_hidden_states", "output_attentions")
         in_place = inputs.get("inputs_embeds") is None and not records
-        asked = None
-        if not records and "logits_to_keep" in inputs:
-            asked = _rows_asked(module, inputs)
+        asked = None if records or shape is None else _rows_asked(module, inputs, shape[1])
         return self._prefill.serving(cache, shape, in_place=in_place, asked=asked)
 
     def _set_cache(self, cache: TieredCache | JoinedCache | None) -> None:
@@ -297,11 +295,12 @@ def _source(inputs: dict[str, Any]) -> Tensor | None:
     return inputs.get("inputs_embeds") if ids is None else ids
 
 
-def _rows_asked(module: nn.Module, inputs: dict[str, Any]) -> int | None:
+def _rows_asked(module: nn.Module, inputs: dict[str, Any], num_tokens: int) -> int | None:
     """Rows of hidden states that a forward needs, counted from the last; None for all."""
     asked = inputs.get("logits_to_keep")
-    takes = "logits_to_keep" in signature(module.forward).parameters
-    return asked if type(asked) is int and asked >= 1 and takes else None
+    if type(asked) is not int or not 0 < asked < num_tokens:
+        return None
+    return asked if "logits_to_keep" in signature(module.forward).parameters else None
 
 
 def _is_one_token(inputs: dict[str, Any]) -> bool:
