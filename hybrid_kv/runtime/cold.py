@@ -258,7 +258,7 @@ class ColdOps:
                 scale=step.scale,
                 softcap=step.softcap,
                 near=None if near is None else lambda: near.open()[row.number],
-                copied=() if row.copied is None else by_span(row.chain, row.copied),
+                copied=row.copied,
                 first=first,
             )
         step.phases.book("search", begin)

@@ -117,7 +117,9 @@ class LookAheadResults:
             for row, position in zip(self._rows, self._positions, strict=True):
                 own = queries[row.number]
                 turned = self._rotary.turn(own, torch.full((own.shape[1],), position))
-                self._found[row.number] = search_row(row.chain, turned, self._width, self._most)
+                self._found[row.number] = search_row(
+                    row.chain, turned, self._width, self._most, copied=row.copied
+                )
 
     def wait(self) -> None:
         """Until the search has ended.

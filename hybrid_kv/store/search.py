@@ -29,6 +29,7 @@ def search_row(
     most: int | None = None,
     first: SearchResult | None = None,
     new: int = 1,
+    copied: Tensor | None = None,
 ) -> ByExtent:
     """The best `top_k` entries of a row per query, by extent.
 
@@ -37,6 +38,7 @@ def search_row(
         most: as for `Index.search`.
         first: what a search of the first extent gives; None searches it.
         new: T; query m is that of token m % T.
+        copied: [Hkv, entries] bool, which are attended elsewhere and not found; None for none.
 
     Returns:
         For each extent a result whose ids are rows of that extent, -1 (and score -inf)
@@ -44,42 +46,66 @@ def search_row(
     """
     most = top_k if most is None else most
     found = []
-    for number, span in enumerate(chain.spans):
-        known = first if number == 0 else None
-        found.append((span.extent, known or search_extent(span, queries, top_k, most, new)))
+    for span, hidden in zip(chain.spans, by_span(chain, copied), strict=True):
+        result, first = first or search_extent(span, queries, top_k, most, new, hidden), None
+        found.append((span.extent, result))
     return best_of(found, most)
 
 
 def search_extent(
-    span: ExtentView, queries: Tensor, top_k: int, most: int, new: int = 1
+    span: ExtentView,
+    queries: Tensor,
+    top_k: int,
+    most: int,
+    new: int = 1,
+    copied: Tensor | None = None,
 ) -> SearchResult:
     """The best entries that a row sees of an extent, for queries [Hkv, M, D]; see `Index.search`.
 
     Args:
         new: T; query m is that of token m % T.
+        copied: [Hkv, length] bool, which entries are attended elsewhere; None for none.
     """
     extent, near = span.extent, span.near
     if extent.index is None:
         raise IntegrityError("the cold tier was searched, but its placement named no index")
     if new > 1 and extent.index.serving.joint:
-        found = [search_extent(span, queries[:, token::new], top_k, most) for token in range(new)]
-        return _interleaved(found)
+        each = [queries[:, token::new] for token in range(new)]
+        return _interleaved([search_extent(span, q, top_k, most, 1, copied) for q in each])
     beyond = extent.length - span.length  # entries that this row does not see any more
+    copies = 0 if copied is None else int(copied.sum(-1).max())
     if near is not None and near.shape[1] != queries.shape[1]:
         near = None
-    result = extent.index.search(queries, top_k + beyond, most + beyond, near)
-    if result.read_bytes is None:
+    scored, read, more = 0, 0, beyond + min(copies, top_k)
+    while True:
+        result = extent.index.search(queries, top_k + more, most + more, near)
         row = queries.shape[2] * extent.keys.itemsize
-        result = result._replace(read_bytes=result.scored * row)
-    span.near = result.ids[..., :top_k]
-    if not beyond:
-        return result
-    hidden = result.ids >= span.length
-    scores = result.scores.masked_fill(hidden, -torch.inf)
+        scored += result.scored
+        read += result.scored * row if result.read_bytes is None else result.read_bytes
+        result = result._replace(scored=scored, read_bytes=read)
+        span.near = result.ids[..., :top_k]
+        if not more:
+            return result
+        ids = _seen(result.ids, span.length, copied)
+        # Of an index that has found fewer than it was asked for nothing more is to be had.
+        lacks = ((ids >= 0).sum(-1) < most) & (result.ids >= 0).all(-1)
+        if more == beyond + copies or not lacks.any():
+            break
+        more = min(4 * more, beyond + copies)
+    scores = result.scores.masked_fill(ids < 0, -torch.inf)
     scores, order = scores.sort(dim=-1, descending=True, stable=True)
-    ids = result.ids.masked_fill(hidden, -1).gather(-1, order)[..., :most]
+    ids = ids.gather(-1, order)[..., :most]
     bias = None if result.bias is None else result.bias.gather(-1, order)[..., :most]
     return result._replace(ids=ids, scores=scores[..., :most], bias=bias)
+
+
+def _seen(ids: Tensor, length: int, copied: Tensor | None) -> Tensor:
+    """Ids [Hkv, M, K] of an extent with -1 for those from `length` on, and for copies."""
+    ids = ids.masked_fill(ids >= length, -1)
+    if copied is None or not length:
+        return ids
+    there = copied[:, None].expand(-1, ids.shape[1], -1).gather(-1, ids.clamp_min(0))
+    return ids.masked_fill(there, -1)
 
 
 def _interleaved(found: Sequence[SearchResult]) -> SearchResult:
@@ -185,7 +211,7 @@ def retrieve(
     scale: float,
     softcap: float | None = None,
     near: Callable[[], Tensor] | None = None,
-    copied: Sequence[Tensor | None] = (),
+    copied: Tensor | None = None,
     first: ByExtent | None = None,
 ) -> Retrieved:
     """Searches a row's cold entries, again and wider where `budget.min_share` asks for more.
@@ -196,14 +222,13 @@ def retrieve(
         scale, softcap: what turns a score into a logit.
         near: gives the log-sum-exp [Hkv, M] of what is attended beside, asked for after the search
             where weights count; None for nothing.
-        copied: by span which of its entries [Hkv, n] bool are attended elsewhere; empty for none.
+        copied: as for `search_row`.
         first: what the first search would give, where that is known already.
     """
     width, scored, read = budget.width, 0, 0
     while True:
-        found, first = first or search_row(chain, queries, width, budget.most, new=new), None
-        if copied:
-            found = _without_copies(found, copied)
+        found = first or search_row(chain, queries, width, budget.most, new=new, copied=copied)
+        first = None
         for _, result in found:
             scored += result.scored
             read += result.read_bytes or 0
@@ -227,23 +252,6 @@ def logits_of_found(result: SearchResult, scale: float, softcap: float | None) -
     if softcap is not None:  # what was not found stays -inf, which tanh would raise to -softcap
         logits = (softcap * torch.tanh(logits / softcap)).masked_fill(result.ids < 0, -torch.inf)
     return logits if result.bias is None else logits + result.bias
-
-
-def _without(ids: Tensor, hidden: Tensor | None) -> Tensor:
-    """Ids [Hkv, M, K] of a span with -1 for its entries [Hkv, n] that are hidden."""
-    if hidden is None or not ids.numel():
-        return ids
-    there = hidden[:, None].expand(-1, ids.shape[1], -1).gather(-1, ids.clamp_min(0))
-    return ids.masked_fill(there, -1)
-
-
-def _without_copies(found: ByExtent, copied: Sequence[Tensor | None]) -> ByExtent:
-    left = []
-    for (extent, result), hidden in zip(found, copied, strict=True):
-        ids = _without(result.ids, hidden)
-        scores = result.scores.masked_fill(ids < 0, -torch.inf)
-        left.append((extent, result._replace(ids=ids, scores=scores)))
-    return left
 
 
 def _wants_more(found: ByExtent, ids: list[Tensor], budget: TokenBudget) -> bool:

@@ -176,3 +176,38 @@ def test_log_weights_of_what_was_found_count_in_its_shares() -> None:
     ids = found.parts[0].ids
     assert torch.equal(ids, result.ids.masked_fill(shares < 0.05, -1))
     assert found.parts[0].bias is not None
+
+
+@pytest.mark.parametrize("lengths", [[97], [40, 57], [3, 90, 4]])
+@pytest.mark.parametrize("gone", [0, 11])
+@pytest.mark.parametrize("which", ["best", "some", "all but a few", "all"])
+@pytest.mark.parametrize("min_share", [None, 0.001])
+@pytest.mark.parametrize("new", [1, 2])
+def test_copies_take_nobodys_place(
+    lengths: list[int], gone: int, which: str, min_share: float | None, new: int
+) -> None:
+    """Of what a method keeps elsewhere, nothing is found, and as much of the rest as is asked for,
+    where copies are what an index finds first, and where a row has lost its last entries too.
+    """
+    chain, keys = stored(lengths, kind="flat")
+    chain.truncate(sum(lengths) - gone)
+    keys = keys[:, : sum(lengths) - gone]
+    queries = torch.randn(2, 4, 12)
+    order = torch.einsum("hmd,hnd->hmn", queries, keys).amax(1).argsort(-1, descending=True)
+    count = {"best": 40, "some": 9, "all but a few": keys.shape[1] - 3, "all": keys.shape[1]}[which]
+    among = torch.stack([torch.randperm(keys.shape[1]) for _ in keys])
+    chosen = (among if which == "some" else order)[:, :count]
+    copied = torch.zeros(keys.shape[:2], dtype=torch.bool).scatter_(1, chosen, value=True)
+    budget = TokenBudget(top_k=5, min_share=min_share, max_tokens=8 if min_share else None)
+    found = retrieve(chain, queries, budget, new=new, scale=SCALE, copied=copied)
+    sets = attended(found, [span.length for span in chain.spans])
+    logits = SCALE * torch.einsum("hmd,hnd->hmn", queries.double(), keys.double())
+    logits = logits.masked_fill(copied[:, None], -torch.inf)
+    shares = logits.sort(-1, descending=True)
+    for head in range(2):
+        left = int((~copied[head]).sum())
+        for query in range(4):
+            ids = shares.indices[head, query, : min(budget.most, left)]
+            weights = logits[head, query, ids].softmax(-1)
+            kept = ids if min_share is None else ids[weights >= min_share]
+            assert sets[head][query] == set(kept.tolist())
