@@ -340,7 +340,7 @@ def test_an_error_of_a_search_comes_where_its_layer_attends(
     cache = made(executor, look_ahead="always")
     steps = drawn(2)
     run(cache, steps[:2])
-    monkeypatch.setattr(look_ahead_state, "search_row", lambda *_: 1 / 0)
+    monkeypatch.setattr(look_ahead_state, "search_row", lambda *_, **__: 1 / 0)
     cache.search_ahead(1, lambda: steps[2][1][0])
     q, k, v = steps[2][1]
     with pytest.raises(ZeroDivisionError):

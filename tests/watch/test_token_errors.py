@@ -293,12 +293,10 @@ def test_copies_that_a_method_keeps_are_not_halved() -> None:
     cold["top_k"] = 3
     fewer = Scene(method="snapkv", demote="offload", budget_tokens=24, cold=cold).begin()
     fewer.feed(1)
-    counts = [(one.seen.found[-1][0] >= 0).sum(-1).flatten() for one in (scene, fewer)]
-    same = counts[1] == counts[0] // 2  # copies among what a search found count in neither
-    assert int(same.sum()) >= 3
-    assert not bool(same.all())
+    for one, count in ((scene, 6), (fewer, 3)):  # copies take no place among what is found
+        assert ((one.seen.found[-1][0] >= 0).sum(-1) == count).all()
     moved = (scene.seen.outs[-1] - fewer.seen.outs[-1]).norm(dim=-1)
-    close(scene.seen.halves[-1].flatten()[same], (moved / scene.seen.outs[-1].norm(dim=-1))[same])
+    close(scene.seen.halves[-1].flatten(), moved / scene.seen.outs[-1].norm(dim=-1))
 
 
 def test_the_estimate_of_an_index_is_asked_again() -> None:
