@@ -235,7 +235,6 @@ class DecoderStep:
         layer = self.layer
         return not (
             "forward" in layer.__dict__
-            or layer.training
             or is_compiled(layer)
             or any(
                 "forward" in part.__dict__

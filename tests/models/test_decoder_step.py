@@ -189,12 +189,34 @@ def test_prompts_gradients_and_autocast_are_left_to_the_model(computed: list[lis
 # What may change between two steps
 
 
+def test_how_exact_packed_products_are_may_change_between_two_steps(
+    computed: list[list[int]],
+) -> None:
+    model, found = made(), []
+    with torch.inference_mode(), hkv.attach(model, hkv.HybridConfig(**TIERED)) as runtime:
+        cache = runtime.cache()
+        model(ids(1, 37), **passing(cache))
+        for exact in (True, True, False, True):
+            for module in model.modules():
+                if isinstance(module, PackedLinear):
+                    module.exact = exact
+            found.append(model(ids(1, 1), **passing(cache)).logits)
+            cache.crop(-1)
+    assert len(computed) == 12
+    for one, exact in zip(found, (True, True, False, True), strict=True):
+        assert torch.equal(one, found[0]) == exact
+
+
 def _other_weight(layer: Any) -> None:
     layer.mlp.up_proj.weight = nn.Parameter(torch.randn(160, 96).bfloat16(), requires_grad=False)
 
 
 def _other_data(layer: Any) -> None:
     layer.self_attn.o_proj.weight.data = torch.randn(96, 96).bfloat16()
+
+
+def _transposed(layer: Any) -> None:
+    layer.self_attn.o_proj.weight.data = layer.self_attn.o_proj.weight.data.t()
 
 
 def _other_numbers(layer: Any) -> None:
@@ -311,9 +333,9 @@ def _other_fused(layer: Any) -> None:
 CHANGES: dict[Callable[[Any], None], str] = {
     **dict.fromkeys(
         [
-            *(_other_weight, _other_data, _other_numbers, _other_norm, _other_epsilon, _no_bias),
-            *(_packed, _other_module, _other_class, _parametrised, _other_forward),
-            *(_other_activation, _other_inputs),
+            *(_other_weight, _other_data, _transposed, _other_numbers, _other_norm),
+            *(_other_epsilon, _no_bias, _packed, _other_module, _other_class, _parametrised),
+            *(_other_forward, _other_activation, _other_inputs),
         ],
         "llama",
     ),
@@ -423,7 +445,10 @@ def test_hidden_states_can_be_asked_for(computed: list[list[int]]) -> None:
         del computed[:]
         model(ids(1, 1), **passing(cache))
         assert len(computed) == 3, "hooks that transformers left there hear nothing now"
-        torch.testing.assert_close(again, found)
+        cache.crop(-2)
+        later = model(tokens[:, 37:], output_hidden_states=True, **passing(cache)).hidden_states
+        for one in (again, later):
+            torch.testing.assert_close(one, found)
     with torch.inference_mode():
         own = model(tokens, output_hidden_states=True).hidden_states
     assert len(found) == len(own) == 4
