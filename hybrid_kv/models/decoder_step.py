@@ -25,7 +25,7 @@ from hybrid_kv.models.cache_state import CACHE_NAMES, is_compiled, passed, repla
 from hybrid_kv.models.few_tokens import is_small
 from hybrid_kv.models.hf_attention import hybrid_attention
 from hybrid_kv.models.hf_cache import ServedCache
-from hybrid_kv.models.last_rows import is_heard, states_are_collected
+from hybrid_kv.models.last_rows import is_heard
 from hybrid_kv.models.packed_linear import PackedLinear
 from hybrid_kv.ops.native.bindings import GELU_TANH, SILU
 from hybrid_kv.ops.native.decoder import BoundDecoder, DecoderWeights, Matrix, Norm
@@ -132,10 +132,10 @@ class DecoderSteps:
             yield
 
     def _forget_if_changed(self) -> None:
-        """All layers are looked at anew when classes were changed, a hook was registered anywhere,
-        or states begin to be collected.
+        """All layers are looked at anew when classes were changed or a hook was registered
+        anywhere.
         """
-        common: list[Any] = [RemovableHandle.next_id, states_are_collected()]
+        common: list[Any] = [RemovableHandle.next_id]
         for one in self._classes:
             common += (one.forward, getattr(one, "_norm", None))
         if common != self._common:
@@ -155,7 +155,9 @@ class _Seen:
             own = module.__dict__
             names = [one for one in _OF_SOME if one in own or hasattr(type(module), one)]
             found += [(own, name) for name in (*_OF_ALL, *names)]
-            found += [(among, name) for among in map(own.get, _OF_ALL[-2:]) for name in among]
+            found += [
+                (among, name) for among in map(own.__getitem__, _OF_ALL[-2:]) for name in among
+            ]
         self._dicts, self._names = zip(*found, strict=True)
         self._modules = layer, *parts
         self._things = self._read()
@@ -235,6 +237,7 @@ class DecoderStep:
         layer = self.layer
         return not (
             "forward" in layer.__dict__
+            or layer.training
             or is_compiled(layer)
             or any(
                 "forward" in part.__dict__

@@ -90,17 +90,12 @@ def is_heard(module: nn.Module) -> bool:
     hooks = module._forward_hooks
     if not hooks:
         return False
-    home = output_capturing.__name__
+    home, collector = (
+        output_capturing.__name__,
+        getattr(output_capturing, "_active_collector", None),
+    )
     own = all(getattr(hook, "__module__", None) == home for hook in hooks.values())
-    return not own or states_are_collected()
-
-
-def states_are_collected() -> bool:
-    """Whether a forward of transformers that passes returns what layers compute, as far as it can
-    be known.
-    """
-    collector = getattr(output_capturing, "_active_collector", None)
-    return collector is None or bool(collector.get())
+    return not own or collector is None or bool(collector.get())
 
 
 def _looks_at_queries(held: LayerCache) -> bool:
