@@ -268,6 +268,11 @@ def _other_forward(layer: Any) -> None:
     layer.self_attn.v_proj.forward = lambda x: 3 * own(x)
 
 
+def _forward_of_the_layer(layer: Any) -> None:
+    own = layer.forward
+    layer.forward = lambda hidden, **kwargs: own(3 * hidden, **kwargs)
+
+
 def _other_activation(layer: Any) -> None:
     layer.mlp.act_fn = nn.ReLU()
 
@@ -335,7 +340,7 @@ CHANGES: dict[Callable[[Any], None], str] = {
         [
             *(_other_weight, _other_data, _transposed, _other_numbers, _other_norm),
             *(_other_epsilon, _no_bias, _packed, _other_module, _other_class, _parametrised),
-            *(_other_forward, _other_activation, _other_inputs),
+            *(_other_forward, _forward_of_the_layer, _other_activation, _other_inputs),
         ],
         "llama",
     ),
