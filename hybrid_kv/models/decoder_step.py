@@ -100,6 +100,9 @@ those that some have.
 _INPUTS = {"attention_mask", "position_ids", "use_cache", "position_embeddings", *CACHE_NAMES}
 """Arguments that such a layer takes beside its hidden states."""
 
+_REST = 64
+"""Steps for which a layer that the engine would not compute faster keeps its own forward."""
+
 Pays: TypeAlias = Callable[[Tensor, int], bool]
 """Whether the engine multiplies a 16-bit weight [N, K] with so many tokens faster than torch."""
 
@@ -183,12 +186,17 @@ class DecoderStep:
         self.layer, self._pays = layer, pays
         self.seen: _Seen | None = None  # of a layer that nobody listens to
         self._by_tokens: dict[int, BoundDecoder | None] = {}
+        self._rest = 0  # steps until a layer that is refused is looked at again
         self._bound: BoundDecoder | None = None  # of the step that passes
         self._pool: Pool | None = None
         self._has_softcap, self._rotates = False, True
 
     def begin(self, num_tokens: int, pool: Pool | None) -> bool:
         """Whether the engine computes this layer in a step of so many tokens, by these threads."""
+        if self.seen and self._rest and self._by_tokens.get(num_tokens, self) is None:
+            self._rest -= 1
+            return False
+        self._rest = _REST
         if self.seen is None or not self.seen.is_so():
             parts = _parts(self.layer)
             self._by_tokens.clear()
