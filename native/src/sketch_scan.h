@@ -57,7 +57,11 @@ class TierScan {
 
   /// Pushes keys of blocks first .. last - 1 into selections [queries of the slice].
   void push(int64_t first, int64_t last, Selection *selections) const {
-    with_width([&](auto width) { push_blocks<decltype(width)::value>(first, last, selections); });
+    with_width([&](auto width) {
+      constexpr int kQueries = decltype(width)::value;
+      if (tier_.pages == nullptr) return push_blocks<kQueries, false>(first, last, selections);
+      push_blocks<kQueries, true>(first, last, selections);
+    });
   }
 
   /// out[query][16]: scores of one whole block; blocks `ahead` further are asked for.
@@ -98,8 +102,9 @@ class TierScan {
     int64_t blocks[kRoom + 1];
   };
 
-  /// A function of its own: inside others GCC 12 leaves the sums in memory.
-  template <int Queries>
+  /// A function of its own: inside others GCC 12 leaves the sums in memory. Without pages it asks for
+  /// what comes later at a distance that is written into its instructions.
+  template <int Queries, bool HasPages>
   __attribute__((noinline)) void push_blocks(int64_t first, int64_t last,
                                              Selection *selections) const {
     constexpr int kBlocks = blocks_at_once(Queries);
@@ -124,7 +129,7 @@ class TierScan {
         DotSums<Queries> sums[kBlocks];
         unrolled<kBlocks>([&](auto i) HKV_INLINE { sums[i].start(start); });
         detail::add_lines<Queries, kBlocks>(sums, at + part * detail::kPartBytes, gap, lines, words,
-                                            part == 0 ? run.later : 0);
+                                            part != 0 ? 0 : HasPages ? run.later : kPrefetchBytes);
         unrolled<kBlocks>([&](auto i) HKV_INLINE {
           sums[i].store(passed.sums[count] + part * kDotKeys);
           passed.blocks[count] = block + i;
