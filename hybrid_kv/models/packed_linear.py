@@ -1,7 +1,8 @@
 """Linear layers and embeddings whose weights stay packed in blocks, as a GGUF file holds them.
 
 A weight is a parameter of bytes, [rows, bytes of a row], in a mapped file or in memory. The engine
-multiplies straight from it; nothing is ever unpacked but the rows of an embedding asked for.
+multiplies straight from it. Unpacked are the rows of an embedding that are asked for, and a few
+rows of a weight at a time for prompts, where products in float32 are faster than the engine's.
 
 Plain weights are packed into blocks of 32 values in the layouts of GGUF. Each value is rounded to
 the nearest that its block can hold: in Q8_0 a 16-bit scale and 32 whole numbers of 8 bits, in Q4_1
@@ -10,17 +11,22 @@ a 16-bit step, the least value and 32 whole numbers of 4 bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
+from functools import partial
+from importlib.util import find_spec
+from time import perf_counter
 from types import MappingProxyType
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
+from torch.nn import functional
 
 from hybrid_kv.errors import ConfigError
 from hybrid_kv.models import gguf_file
-from hybrid_kv.ops.native.library import pool_here
+from hybrid_kv.models.prompt_layers import MIN_TOKENS, WideningTrial, compared, tokens_tried
+from hybrid_kv.ops.native.library import Pool, pool_here, trials
 from hybrid_kv.ops.native.linear import PACKED_KINDS, PackedWeight, packed_linear
 
 _VALUES = 32
@@ -87,6 +93,83 @@ def _bytes(halves: Tensor) -> Tensor:
 PACKERS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType({"Q4_1": _q4_1, "Q8_0": _q8_0})
 """By kind the function that packs values [n, 32] in float32: blocks [n, bytes of a block]."""
 
+
+# Products ----------------------------------------------------------------------------------------
+
+
+def product(
+    x: Tensor,
+    weight: PackedWeight,
+    bias: Tensor | None = None,
+    *,
+    exact: bool = False,
+    pool: Pool | None = None,
+) -> Tensor:
+    """As `packed_linear`; with `MIN_TOKENS` tokens and more in float32 where a trial says so, which
+    rounds no inputs.
+    """
+    num_tokens = x.numel() // max(1, weight.columns)
+    fits = x.shape[-1] == weight.columns and (bias is None or bias.shape == (weight.rows,))
+    may = num_tokens >= MIN_TOKENS and fits and x.is_cpu  # else it is refused
+    if may and trial(weight.kind, num_tokens, exact=exact).pays:
+        return wide_product(x, weight, bias)
+    return packed_linear(x, weight, bias, exact=exact, pool=pool)
+
+
+def wide_product(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
+    """The product x weight^T + bias in float32, [..., N] in the dtype of x; few rows of the weight
+    are unpacked at a time.
+
+    Args:
+        x: [..., K]. bias: [N].
+    """
+    wide = x.reshape(-1, weight.columns).float()
+    out = x.new_empty((len(wide), weight.rows))
+    size = max(1, _PIECE // weight.columns)
+    for start in range(0, weight.rows, size):
+        rows = slice(start, start + size)
+        added = None if bias is None else bias[rows].float()
+        piece = unpacked(weight.blocks[rows].detach(), weight.kind)
+        out[:, rows] = functional.linear(wide, piece, added)
+    return out.view(*x.shape[:-1], weight.rows)
+
+
+_OUTPUTS, _INPUTS = 512, 2048
+"""Of the matrix of a trial, which is one piece."""
+
+_trials: dict[Hashable, WideningTrial] = {}
+
+
+def trial(kind: str, num_tokens: int, *, exact: bool) -> WideningTrial:
+    """Rates of both ways for a number of tokens, measured once for each kind, exactness, power of
+    two and number of threads of a process, in some 20 to 600 ms.
+    """
+    if kind != "Q8_0" and find_spec("gguf") is None:  # nothing unpacks it
+        return WideningTrial(own_gflops=1.0, widened_gflops=0.0)
+    tokens = tokens_tried(num_tokens)
+    key = kind, exact, tokens, torch.get_num_threads()
+    found = _trials.get(key)
+    if found is None:
+        made = measure(kind, tokens, perf_counter, exact=exact)
+        found = _trials[key] = trials.agree(key, made)
+    return found
+
+
+def measure(
+    kind: str, num_tokens: int, clock: Callable[[], float], *, exact: bool
+) -> WideningTrial:
+    """Times the engine's product with weights of a kind, and one in float32."""
+    blocks = torch.zeros(_OUTPUTS, PACKED_KINDS[kind].row_bytes(_INPUTS), dtype=torch.uint8)
+    weight, x = PackedWeight(kind, blocks, _INPUTS), torch.ones(num_tokens, _INPUTS)
+    own = partial(packed_linear, weight=weight, exact=exact, pool=pool_here())
+    wide = partial(wide_product, weight=weight)
+    for way in (own, wide):
+        way(x[:MIN_TOKENS])
+    work = num_tokens * _OUTPUTS * _INPUTS
+    return compared(partial(own, x), partial(wide, x), work, clock)
+
+
+# Modules -----------------------------------------------------------------------------------------
 
 WAY_OUT = "load the model unpacked (dequantize=True for what is stored packed, else no weights=)"
 """Of what packed weights cannot."""
@@ -215,7 +298,7 @@ class PackedLinear(_Packed):
         order = self._buffers["columns_in"]
         x = x if order is None else x.index_select(-1, order)
         bias = self._parameters["bias"]
-        return packed_linear(x, self.packed, bias, exact=self.exact, pool=pool_here())
+        return product(x, self.packed, bias, exact=self.exact, pool=pool_here())
 
     def extra_repr(self) -> str:
         return (

@@ -88,27 +88,28 @@ def tokens_tried(num_tokens: int) -> int:
 
 
 def measure(dtype: torch.dtype, num_tokens: int, clock: Callable[[], float]) -> WideningTrial:
-    """Times a product with the weights as they are, and one that widens them first, in turn.
-
-    The first round also sets things up; it counts only where it is clear.
-    """
+    """Times a product with the weights as they are, and one that widens them first."""
     x = torch.ones(num_tokens, _INPUTS, dtype=dtype)
     w = torch.ones(_OUTPUTS, _INPUTS, dtype=dtype)
 
-    def own() -> Tensor:
-        return linear(x, w)
-
-    def wide() -> Tensor:
+    def wide(x: Tensor) -> Tensor:
         return _forward(w.float(), None, x)
 
-    small = x[:MIN_TOKENS]
-    linear(small, w), _forward(w.float(), None, small)
+    linear(x[:MIN_TOKENS], w), wide(x[:MIN_TOKENS])
+    work = num_tokens * _OUTPUTS * _INPUTS
+    return compared(partial(linear, x, w), partial(wide, x), work, clock)
+
+
+def compared(
+    own: Callable[[], Tensor], wide: Callable[[], Tensor], work: int, clock: Callable[[], float]
+) -> WideningTrial:
+    """Times two ways to multiply `work` pairs of numbers, in turn."""
+    # The first round also sets things up: it counts only where it is clear.
     best = [_seconds(own, clock), _seconds(wide, clock)]
     if max(best) < _CLEAR * min(best):
         again = [[_seconds(own, clock), _seconds(wide, clock)] for _ in range(_ROUNDS)]
         best = [min(times) for times in zip(*again, strict=True)]
-    work = 2e-9 * num_tokens * _OUTPUTS * _INPUTS
-    return WideningTrial(own_gflops=work / best[0], widened_gflops=work / best[1])
+    return WideningTrial(2e-9 * work / best[0], 2e-9 * work / best[1])
 
 
 def _seconds(call: Callable[[], Tensor], clock: Callable[[], float]) -> float:

@@ -17,6 +17,7 @@ from torch.nn.functional import linear, scaled_dot_product_attention
 
 from hybrid_kv.config import HybridConfig, IndexConfig
 from hybrid_kv.index._device_keys import device_bytes, search_bytes
+from hybrid_kv.models.packed_linear import product
 from hybrid_kv.models.prompt_layers import trial
 from hybrid_kv.ops import get_ops
 from hybrid_kv.ops.native.library import pool_here
@@ -24,7 +25,6 @@ from hybrid_kv.ops.native.linear import (
     PACKED_KINDS,
     PackedWeight,
     multiplies_packed,
-    packed_linear,
 )
 from hybrid_kv.ops.reference import SCORE_BYTES
 from hybrid_kv.ops.sketch_select import MARGIN
@@ -346,7 +346,7 @@ def _measured_products(facts: ModelFacts, device: torch.device) -> float | None:
         row_bytes = PACKED_KINDS[layout].row_bytes(inputs)
         blocks = torch.zeros(outputs, row_bytes, dtype=torch.uint8)
         weight = PackedWeight(layout, blocks, inputs)
-        multiply = partial(packed_linear, x, weight, pool=pool_here())
+        multiply = partial(product, x, weight, pool=pool_here())
     elif f"torch.{layout}" == str(dtype):
         if device.type == "cpu" and dtype != torch.float32 and trial(dtype, _TOKENS).pays:
             x = x.float()  # as `models.prompt_layers`, whose copy of a weight serves all chunks
