@@ -44,11 +44,15 @@ def test_products_in_float32_are_those_of_unpacked_weights(
 ) -> None:
     """Rows that are no multiple of a piece and lie apart, and inputs that are not contiguous."""
     monkeypatch.setattr(packed_linear, "_PIECE", 5 * 512)
-    weight = random_weight(kind, 13, 512, gap=3)
+    weight, pieces, own = random_weight(kind, 13, 512, gap=3), list[int](), packed_linear.unpacked
+    monkeypatch.setattr(
+        packed_linear, "unpacked", lambda rows, kind: pieces.append(len(rows)) or own(rows, kind)
+    )
     x = torch.randn(3, 512, 23).mT.to(dtype)
     bias = torch.randn(13).to(dtype) if has_bias else None
     out = wide_product(x, weight, bias)
     assert out.dtype == dtype
+    assert pieces == [5, 5, 3]
     expected = x.double() @ dequantised(weight).T
     expected += 0 if bias is None else bias.double()
     error = (out.double() - expected).norm() / expected.norm()
@@ -94,10 +98,20 @@ def test_a_process_tries_once_for_a_kind_a_size_and_an_exactness(
 
 @pytest.mark.parametrize(("own", "wide", "pays"), [(9e-2, 2e-2, True), (2e-2, 9e-2, False)])
 @pytest.mark.parametrize("kind", PACKED_KINDS)
-def test_a_trial_times_both_ways(kind: str, own: float, wide: float, pays: bool) -> None:
-    clock = Clock(own, wide)
+def test_a_trial_times_both_ways(
+    kind: str, own: float, wide: float, pays: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, ways = Clock(own, wide), list[tuple[str, Any]]()
+
+    def noted(x: Tensor, weight: PackedWeight, **settings: Any) -> Tensor:
+        ways.append((weight.kind, settings.get("exact")))
+        return x
+
+    monkeypatch.setattr(packed_linear, "packed_linear", noted)
+    monkeypatch.setattr(packed_linear, "wide_product", noted)
     assert packed_linear.measure(kind, MIN_TOKENS, clock, exact=True).pays is pays
     assert clock.is_done
+    assert ways == [(kind, True), (kind, None)] * 2, "the engine's comes first"
 
 
 def test_without_the_package_that_unpacks_the_engine_multiplies(
