@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from hybrid_kv.models.packed_linear import wide_product
 from hybrid_kv.ops.native import linear
 from hybrid_kv.ops.native.library import Pool
 from hybrid_kv.ops.native.linear import PACKED_KINDS, PackedWeight, packed_linear
@@ -80,6 +81,9 @@ class Bench:
         found: dict[str, Call | None] = {"ours": self.packed(kind, blocks, x, exact=False)}
         if self.options.exact:
             found["ours, exact"] = self.packed(kind, blocks, x, exact=True)
+        if self.options.float32:
+            weights = cycle([PackedWeight(kind, blocks.clone(), x.shape[1]) for _ in range(2)])
+            found["ours, float32"] = lambda: wide_product(x, next(weights))
         if self.options.narrow:
             found["bf16 engine"] = self.narrow(x, with_engine=True)
             found["bf16 torch"] = self.narrow(x, with_engine=False)
@@ -145,6 +149,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--working-set", type=int, default=512, help="MiB of copies of each side")
     parser.add_argument("--exact", action="store_true", help="also the exact mode")
+    parser.add_argument("--float32", action="store_true", help="also unpacked piece by piece")
     parser.add_argument("--narrow", action="store_true", help="also 16-bit weights")
     parser.add_argument("--llama", type=Path, help="folder of llama.cpp's shared libraries")
     options = parser.parse_args()
