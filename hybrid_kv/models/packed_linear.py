@@ -134,15 +134,15 @@ def wide_product(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) ->
     return out.view(*x.shape[:-1], weight.rows)
 
 
-_OUTPUTS, _INPUTS = 512, 2048
-"""Of the matrix of a trial, which is one piece."""
+_OUTPUTS, _INPUTS = 1024, 512
+"""Of the matrix of a trial, which is half a piece."""
 
 _trials: dict[Hashable, WideningTrial] = {}
 
 
 def trial(kind: str, num_tokens: int, *, exact: bool) -> WideningTrial:
     """Rates of both ways for a number of tokens, measured once for each kind, exactness, power of
-    two and number of threads of a process, in some 20 to 600 ms.
+    two and number of threads of a process, in some 10 to 200 ms.
     """
     if kind != "Q8_0" and find_spec("gguf") is None:  # nothing unpacks it
         return WideningTrial(own_gflops=1.0, widened_gflops=0.0)
