@@ -200,7 +200,7 @@ def test_copies_take_nobodys_place(
     copied = torch.zeros(keys.shape[:2], dtype=torch.bool).scatter_(1, chosen, value=True)
     budget = TokenBudget(top_k=5, min_share=min_share, max_tokens=8 if min_share else None)
     found = retrieve(chain, queries, budget, new=new, scale=SCALE, copied=copied)
-    sets = attended(found, [span.length for span in chain.spans])
+    sets = attended(found, lengths[: len(found.parts)])
     logits = SCALE * torch.einsum("hmd,hnd->hmn", queries.double(), keys.double())
     logits = logits.masked_fill(copied[:, None], -torch.inf)
     shares = logits.sort(-1, descending=True)
