@@ -148,8 +148,8 @@ class DecoderSteps:
 
 
 class _Seen:
-    """A layer and its parts as they were looked at. Whether they are still so is asked in each step,
-    of things that have left the caches meanwhile: it touches few of them, and loops without Python.
+    """A layer and its parts as they were looked at. Whether they are still so is asked in each
+    step, of things that have left the caches meanwhile: it touches few, and loops without Python.
     """
 
     def __init__(self, layer: nn.Module, parts: list[nn.Module]) -> None:
