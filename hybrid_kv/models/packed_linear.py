@@ -111,6 +111,8 @@ def product(
     num_tokens = x.numel() // max(1, weight.columns)
     fits = x.shape[-1] == weight.columns and (bias is None or bias.shape == (weight.rows,))
     may = num_tokens >= MIN_TOKENS and fits and x.is_cpu  # else it is refused
+    if torch.is_autocast_enabled("cpu"):
+        may = False  # there float32 would be 16 bits
     if may and trial(weight.kind, num_tokens, exact=exact).pays:
         return wide_product(x, weight, bias)
     return packed_linear(x, weight, bias, exact=exact, pool=pool)

@@ -77,6 +77,16 @@ def test_a_trial_decides_for_many_tokens_and_nobody_asks_for_few(
     assert wide == [("Q8_0", MIN_TOKENS, False)]
 
 
+def test_under_autocast_products_are_as_exact_as_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    trials_end(monkeypatch, WIDE)
+    weight = random_weight("Q8_0", 7, 96)
+    x = torch.randn(MIN_TOKENS, 96)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = product(x, weight, exact=True)
+    expected = x.double() @ dequantised(weight).T
+    assert (found - expected).norm() / expected.norm() < 2e-4
+
+
 def test_a_process_tries_once_for_a_kind_a_size_and_an_exactness(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
