@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hybrid_kv.config import BudgetField, Count, IndexConfig, Params, Tokens
 from hybrid_kv.errors import ConfigError
-from hybrid_kv.plugins import METHODS, Method, Placement, Select
+from hybrid_kv.plugins import METHODS, Index, Method, Placement, Select
 from hybrid_kv.types import (
     Budget,
     Demotion,
@@ -119,6 +119,10 @@ class SearchParams(Params):
 
     @model_validator(mode="after")
     def _estimate_fits_the_index(self) -> Self:
+        if self.estimate == "index" and self.index.plugin.factory.estimate is Index.estimate:
+            raise ValueError(
+                f"estimate 'index' takes clusters or query_channels, got {self.index.kind}"
+            )
         if self.estimate == "gaussian" and not self.index.ranks:
             if "estimate" not in self.model_fields_set:  # a default, of a method whose index ranks
                 self.__dict__["estimate"] = "first_order"

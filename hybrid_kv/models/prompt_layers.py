@@ -68,10 +68,7 @@ _trials: dict[TrialKey, WideningTrial] = {}
 
 
 def trial(dtype: torch.dtype, num_tokens: int) -> WideningTrial:
-    """The trial for a number of tokens, measured once for each `TrialKey` of a process.
-
-    It takes 1 to 20 ms, and up to .2 s where 16-bit products are slowest.
-    """
+    """The trial for a number of tokens, made once for each `TrialKey` of a process in 1 to 200 ms."""
     key = TrialKey(dtype, tokens_tried(num_tokens), torch.get_num_threads())
     found = _trials.get(key)
     if found is None:
@@ -96,8 +93,7 @@ def measure(dtype: torch.dtype, num_tokens: int, clock: Callable[[], float]) -> 
         return _forward(w.float(), None, x)
 
     linear(x[:MIN_TOKENS], w), wide(x[:MIN_TOKENS])
-    work = num_tokens * _OUTPUTS * _INPUTS
-    return compared(partial(linear, x, w), partial(wide, x), work, clock)
+    return compared(partial(linear, x, w), partial(wide, x), num_tokens * w.numel(), clock)
 
 
 def compared(

@@ -298,9 +298,8 @@ def _source(inputs: dict[str, Any]) -> Tensor | None:
 def _rows_asked(module: nn.Module, inputs: dict[str, Any], num_tokens: int) -> int | None:
     """Rows of hidden states that a forward needs, counted from the last; None for all."""
     asked = inputs.get("logits_to_keep")
-    if type(asked) is not int or not 0 < asked < num_tokens:
-        return None
-    return asked if "logits_to_keep" in signature(module.forward).parameters else None
+    few = type(asked) is int and 0 < asked < num_tokens
+    return asked if few and "logits_to_keep" in signature(module.forward).parameters else None
 
 
 def _is_one_token(inputs: dict[str, Any]) -> bool:

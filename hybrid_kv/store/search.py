@@ -36,8 +36,7 @@ def search_row(
     Args:
         queries: [Hkv, M, D] on the host.
         most: as for `Index.search`.
-        first: what a search of the first extent gives; None searches it.
-        new: T; query m is that of token m % T.
+        new: T; query m is that of token m % T. first: what a search of the first extent gives.
         copied: [Hkv, entries] bool, which are attended elsewhere and not found; None for none.
 
     Returns:
@@ -63,10 +62,9 @@ def search_extent(
     """The best entries that a row sees of an extent, for queries [Hkv, M, D]; see `Index.search`.
 
     Args:
-        new: T; query m is that of token m % T.
-        copied: [Hkv, length] bool, which entries are attended elsewhere; None for none.
+        new, copied: as for `search_row`; copied: [Hkv, length], of this extent.
     """
-    extent, near = span.extent, span.near
+    extent, known = span.extent, span.near
     if extent.index is None:
         raise IntegrityError("the cold tier was searched, but its placement named no index")
     if new > 1 and extent.index.serving.joint:
@@ -74,8 +72,7 @@ def search_extent(
         return _interleaved([search_extent(span, q, top_k, most, 1, copied) for q in each])
     beyond = extent.length - span.length  # entries that this row does not see any more
     copies = 0 if copied is None else int(copied.sum(-1).max())
-    if near is not None and near.shape[1] != queries.shape[1]:
-        near = None
+    near = known if known is not None and known.shape[1] == queries.shape[1] else None
     scored, read, more = 0, 0, beyond + min(copies, top_k)
     while True:
         result = extent.index.search(queries, top_k + more, most + more, near)
@@ -227,8 +224,10 @@ def retrieve(
     """
     width, scored, read = budget.width, 0, 0
     while True:
-        found = first or search_row(chain, queries, width, budget.most, new=new, copied=copied)
-        first = None
+        found, first = (
+            first or search_row(chain, queries, width, budget.most, None, new, copied),
+            None,
+        )
         for _, result in found:
             scored += result.scored
             read += result.read_bytes or 0

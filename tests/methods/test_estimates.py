@@ -29,6 +29,18 @@ def test_a_gaussian_takes_an_index_that_ranks(kind: str) -> None:
         HybridConfig(method="flat", cold={"index": given, "estimate": "gaussian"})
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_estimate_of_an_index_takes_one_that_estimates(kind: str) -> None:
+    """Refused with the settings, not behind a prompt in the first step."""
+    settings = {"method": "flat", "cold": {"index": kind, "estimate": "index"}}
+    if INDEXES[kind].factory.estimate is not Index.estimate:
+        assert HybridConfig(**settings).params.cold.budget.estimate == "index"
+        return
+    expected = f"estimate 'index' takes clusters or query_channels, got {kind}"
+    with pytest.raises(ConfigError, match=expected):
+        HybridConfig(**settings)
+
+
 @pytest.mark.parametrize(("kind", "form"), [("ivf", "first_order"), ("sketch", "gaussian")])
 def test_the_default_of_hybrid_is_what_its_index_can_have(kind: str, form: str) -> None:
     config = HybridConfig(method="hybrid", cold={"index": kind})
