@@ -68,7 +68,7 @@ _trials: dict[TrialKey, WideningTrial] = {}
 
 
 def trial(dtype: torch.dtype, num_tokens: int) -> WideningTrial:
-    """The trial for a number of tokens, made once for each `TrialKey` of a process in 1 to 200 ms."""
+    """The trial for a number of tokens, once for each `TrialKey` of a process, in 1 to 200 ms."""
     key = TrialKey(dtype, tokens_tried(num_tokens), torch.get_num_threads())
     found = _trials.get(key)
     if found is None:
