@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers.activations import GELUTanh, SiLUActivation
 
 from hybrid_kv.models.cache_state import CACHE_NAMES, is_compiled, passed, replaced
-from hybrid_kv.models.few_tokens import is_small
+from hybrid_kv.models.few_tokens import has_own_forward, is_small
 from hybrid_kv.models.hf_attention import hybrid_attention
 from hybrid_kv.models.hf_cache import ServedCache
 from hybrid_kv.models.last_rows import is_heard
@@ -90,6 +90,7 @@ _FAMILIES = {
     "Gemma3": _Family(_AROUND, zero_centred=True, epsilon="eps"),
 }
 """By the name that their classes have in front of `DecoderLayer`, `Attention`, `MLP`, `RMSNorm`."""
+_PLAIN_PARTS = nn.Linear, nn.Dropout, nn.SiLU, SiLUActivation, GELUTanh
 _OF_ALL = ("forward", "_compiled_call_impl", "training", "_modules", "_parameters")
 _OF_SOME = (
     *("variance_epsilon", "eps", "_norm", "act", "exact", "use_rope", "residual_multiplier"),
@@ -117,8 +118,8 @@ class DecoderSteps:
     def __init__(self, model: nn.Module, pays: Pays) -> None:
         able = engine_state().isa is not None
         self._layers = [DecoderStep(m, pays) for m in model.modules() if able and _family_of(m)]
-        # Of parts, when a layer is looked at.
         self._classes = {type(part) for one in self._layers for part in _parts(one.layer)}
+        self._classes |= {PackedLinear, *_PLAIN_PARTS}  # which may come to be parts
         self._common: list[Any] = []  # as of the last step
 
     @contextmanager
@@ -262,7 +263,11 @@ class DecoderStep:
         """
         layer: Any = self.layer
         family = _family_of(layer)
-        if family is None or any(getattr(layer, one).training for one in family.dropouts):
+        if (
+            family is None
+            or any(getattr(layer, one).training for one in family.dropouts)
+            or not all(has_own_forward(type(part)) for part in _parts(layer))
+        ):
             return None
         attention, feed_forward = layer.self_attn, layer.mlp
         dtype: torch.dtype = layer.input_layernorm.weight.dtype

@@ -99,8 +99,7 @@ def measure(dtype: torch.dtype, num_tokens: int, clock: Callable[[], float]) -> 
 def compared(
     own: Callable[[], Tensor], wide: Callable[[], Tensor], work: int, clock: Callable[[], float]
 ) -> WideningTrial:
-    """Times two ways to multiply `work` pairs of numbers, in turn."""
-    # The first round also sets things up: it counts only where it is clear.
+    """Times two ways to multiply `work` pairs of numbers, in turn; a clear first round suffices."""
     best = [_seconds(own, clock), _seconds(wide, clock)]
     if max(best) < _CLEAR * min(best):
         again = [[_seconds(own, clock), _seconds(wide, clock)] for _ in range(_ROUNDS)]

@@ -317,7 +317,9 @@ _PACKS_ANEW = "support_avx512bf16_for_cpu"  # of bitsandbytes' Linear4bit
 
 def is_plain_linear(module: object) -> TypeGuard[nn.Linear]:
     """Whether a module is torch's linear layer, and its weight a matrix of numbers."""
-    return type(module) is nn.Linear and type(module._parameters["weight"]) is nn.Parameter
+    if type(module) is not nn.Linear or nn.Linear.forward.__module__ != nn.Linear.__module__:
+        return False  # somebody has put another forward into the class
+    return type(module._parameters["weight"]) is nn.Parameter
 
 
 def keep_as_stored(model: nn.Module) -> None:

@@ -224,10 +224,8 @@ def retrieve(
     """
     width, scored, read = budget.width, 0, 0
     while True:
-        found, first = (
-            first or search_row(chain, queries, width, budget.most, None, new, copied),
-            None,
-        )
+        found = first or search_row(chain, queries, width, budget.most, None, new, copied)
+        first = None
         for _, result in found:
             scored += result.scored
             read += result.read_bytes or 0

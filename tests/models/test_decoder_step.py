@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.activations import SiLUActivation
 from transformers.models.gemma2 import modeling_gemma2
 from transformers.models.llama import modeling_llama
 
@@ -398,6 +399,8 @@ def test_biases_beside_packed_weights_are_read_anew(computed: list[list[int]]) -
     [
         ("llama", modeling_llama.LlamaMLP, "forward", 3),
         ("gemma2", modeling_gemma2.Gemma2RMSNorm, "_norm", 13),  # with the model's last norm
+        ("llama", PackedLinear, "forward", 21),
+        ("llama", SiLUActivation, "forward", 3),
     ],
 )
 def test_what_somebody_puts_into_a_class_is_called(

@@ -16,7 +16,7 @@ from hybrid_kv.models.cache_state import passing
 from hybrid_kv.models.few_tokens import FewTokens, Products, ProductTrial, measure, trial
 from hybrid_kv.ops.native.linear import MAX_TOKENS
 from tests.contracts.edges.calls import anatomy
-from tests.models.engine_products import note_products, trials_end
+from tests.models.engine_products import engine_wins, note_products, trials_end
 from tests.models.folder import tokenizer
 from tests.ops.native.engines import needs_engine
 from tests.tolerances import TOLERANCES
@@ -111,6 +111,38 @@ def test_greedy_tokens_are_those_of_torch(products: list[list[int]]) -> None:
     again: Any = model.generate(prompt(), max_new_tokens=12, do_sample=False)
     assert again.tolist() == want.tolist()
     assert not products, "it is detached"
+
+
+@pytest.mark.usefixtures("fast_engine")
+def test_what_somebody_puts_into_torchs_class_is_called(
+    products: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before attaching, and between two steps."""
+    own, calls = nn.Linear.forward, list[Any]()
+
+    def noted(self: nn.Linear, x: Tensor) -> Tensor:
+        calls.append(x.shape)
+        return own(self, x)
+
+    for is_late in (False, True):
+        model = tiny(torch.bfloat16)
+        if not is_late:
+            monkeypatch.setattr(nn.Linear, "forward", noted)
+        with torch.inference_mode(), hkv.attach(model, hkv.HybridConfig(**TIERED)) as runtime:
+            cache = runtime.cache()
+            model(prompt(), **passing(cache))
+            if is_late:
+                model(prompt()[:, :1], **passing(cache))
+                assert products
+                products.clear()
+                monkeypatch.setattr(nn.Linear, "forward", noted)
+            calls.clear()
+            model(prompt()[:, :1], **passing(cache))
+        assert len(calls) == 15
+        assert not products
+        monkeypatch.undo()
+        engine_wins(monkeypatch)
+        products = note_products(monkeypatch)
 
 
 @pytest.mark.usefixtures("fast_torch")

@@ -105,6 +105,22 @@ def test_nothing_is_widened_where_it_does_not_pay(
 
 
 @pytest.mark.usefixtures("slow_narrow")
+def test_what_somebody_puts_into_torchs_class_is_called(
+    products: list[tuple[int, torch.dtype]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, calls = nn.Linear.forward, list[int]()
+
+    def noted(self: nn.Linear, x: Tensor) -> Tensor:
+        calls.append(x.shape[1])
+        return own(self, x)
+
+    monkeypatch.setattr(nn.Linear, "forward", noted)
+    logits(tiny(torch.bfloat16), prompt(150), 256)
+    assert calls.count(150) == 2 * 7 + 1
+    assert not products
+
+
+@pytest.mark.usefixtures("slow_narrow")
 def test_decoding_and_short_prompts_are_left_alone(
     products: list[tuple[int, torch.dtype]],
 ) -> None:
