@@ -462,3 +462,24 @@ def test_hidden_slots_may_hold_anything(backend: str, name: str) -> None:
             both.step(new)
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize(
+    ("few", "tokens", "searches"), [(5, 5, True), (5, 6, False), (1, 2, False)]
+)
+def test_a_later_turn_of_few_tokens_reads_through_the_method(
+    few: int, tokens: int, searches: bool
+) -> None:
+    """As many as dense_extend_tokens; a longer one attends everything."""
+    shape = LayerShape(0, 4, 2, 8)
+    config = HybridConfig(
+        **{"method": "flat", "page_size": PAGE, **SIZES, "cold": {"top_k": 3, **FLAT}},
+        dense_extend_tokens=few,
+    )
+    kv = KVCache(ModelInfo((shape,)), config)
+    for count in (60, 1, tokens):
+        q, k, v = (torch.randn(1, heads, count, 8) for heads in (4, 2, 2))
+        before = kv.work.scored
+        kv.attend(0, q, (k, v), None, scale=SCALE)
+    assert (kv.work.scored > before) == searches
+    kv.close()
