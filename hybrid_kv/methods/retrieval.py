@@ -121,16 +121,16 @@ class SearchParams(Params):
     def _estimate_fits_the_index(self) -> Self:
         if self.estimate == "index" and self.index.plugin.factory.estimate is Index.estimate:
             raise ValueError(
-                f"estimate 'index' takes clusters or query_channels, got {self.index.kind}"
+                "estimate 'index' takes an index of kind 'clusters' or 'query_channels', got kind "
+                f"{self.index.kind}; choose one of these, or 'first_order'"
             )
         if self.estimate == "gaussian" and not self.index.ranks:
             if "estimate" not in self.model_fields_set:  # a default, of a method whose index ranks
                 self.__dict__["estimate"] = "first_order"
                 return self
             raise ValueError(
-                "estimate 'gaussian' takes an index that ranks, so that unread entries lie below "
-                f"the lowest logit found, got kind {self.index.kind}, which chooses some of them "
-                "whole or misses many; choose 'first_order', which takes any index, or 'none'"
+                f"estimate 'gaussian' takes an index that ranks, got kind {self.index.kind}, which "
+                "takes some whole or misses many; choose 'first_order', which takes any, or 'none'"
             )
         return self
 

@@ -22,11 +22,12 @@ from torch.utils.hooks import RemovableHandle
 from transformers.activations import GELUTanh, SiLUActivation
 
 from hybrid_kv.models.cache_state import CACHE_NAMES, is_compiled, passed, replaced
-from hybrid_kv.models.few_tokens import has_own_forward, is_small
+from hybrid_kv.models.few_tokens import is_small
 from hybrid_kv.models.hf_attention import hybrid_attention
 from hybrid_kv.models.hf_cache import ServedCache
 from hybrid_kv.models.last_rows import is_heard
 from hybrid_kv.models.packed_linear import PackedLinear
+from hybrid_kv.models.support import has_own_forward
 from hybrid_kv.ops.native.bindings import GELU_TANH, SILU
 from hybrid_kv.ops.native.decoder import BoundDecoder, DecoderWeights, Matrix, Norm
 from hybrid_kv.ops.native.library import Pool, engine_state, pool_here
@@ -120,7 +121,8 @@ class DecoderSteps:
         self._layers = [DecoderStep(m, pays) for m in model.modules() if able and _family_of(m)]
         self._classes = {type(part) for one in self._layers for part in _parts(one.layer)}
         self._classes |= {PackedLinear, *_PLAIN_PARTS}  # which may come to be parts
-        self._common: list[Any] = []  # as of the last step
+        self._functions: list[Any] = []  # of these, as of the last step
+        self._hooks = -1  # that were ever registered in this process, as of the last step
 
     @contextmanager
     def served(self, num_tokens: int) -> Iterator[None]:
@@ -129,23 +131,24 @@ class DecoderSteps:
         if not (may and self._layers) or torch.is_autocast_enabled("cpu") or _is_watched():
             yield
             return
-        self._forget_if_changed()
+        self._note_changes()
         pool = pool_here()
         ready = [one for one in self._layers if one.begin(num_tokens, pool)]
         with replaced((one.layer, one) for one in ready):
             yield
 
-    def _forget_if_changed(self) -> None:
-        """All layers are looked at anew when classes were changed or a hook was registered
-        anywhere.
+    def _note_changes(self) -> None:
+        """Layers are bound anew where a class was changed, and looked at where a hook was
+        registered anywhere.
         """
-        common: list[Any] = [RemovableHandle.next_id]
-        for one in self._classes:
-            common += (one.forward, getattr(one, "_norm", None))
-        if common != self._common:
-            self._common = common
+        functions = [(one.forward, getattr(one, "_norm", None)) for one in self._classes]
+        hooks = RemovableHandle.next_id
+        if functions != self._functions or hooks != self._hooks:
             for layer in self._layers:
-                layer.seen = None
+                layer.is_free = False
+                if functions != self._functions:
+                    layer.seen = None
+            self._functions, self._hooks = functions, hooks
 
 
 class _Seen:
@@ -185,7 +188,8 @@ class DecoderStep:
 
     def __init__(self, layer: nn.Module, pays: Pays) -> None:
         self.layer, self._pays = layer, pays
-        self.seen: _Seen | None = None  # of a layer that nobody listens to
+        self.seen: _Seen | None = None  # as it is bound
+        self.is_free = False  # as far as nothing has changed since
         self._by_tokens: dict[int, BoundDecoder | None] = {}
         self._rest = 0  # steps until a layer that is refused is looked at again
         self._bound: BoundDecoder | None = None  # of the step that passes
@@ -194,16 +198,19 @@ class DecoderStep:
 
     def begin(self, num_tokens: int, pool: Pool | None) -> bool:
         """Whether the engine computes this layer in a step of so many tokens, by these threads."""
-        if self.seen and self._rest and self._by_tokens.get(num_tokens, self) is None:
+        if self.is_free and self._rest and self._by_tokens.get(num_tokens, self) is None:
             self._rest -= 1
             return False
         self._rest = _REST
-        if self.seen is None or not self.seen.is_so():
+        is_same = self.seen is not None and self.seen.is_so()
+        if not (is_same and self.is_free):
             parts = _parts(self.layer)
-            self._by_tokens.clear()
-            self.seen = _Seen(self.layer, parts) if self._is_free(parts) else None
-            if self.seen is None:
+            self.is_free = self._nobody_listens(parts)
+            if not self.is_free:
                 return False
+            if not is_same:
+                self._by_tokens.clear()
+                self.seen = _Seen(self.layer, parts)
         if num_tokens not in self._by_tokens:
             self._by_tokens[num_tokens] = self._bind(num_tokens)
         self._bound, self._pool = self._by_tokens[num_tokens], pool
@@ -241,7 +248,7 @@ class DecoderStep:
         """A copy of the layer, or a pickle, made while a step passes has its own forward."""
         return partial, (type(self.layer).forward, self.layer)
 
-    def _is_free(self, parts: list[nn.Module]) -> bool:
+    def _nobody_listens(self, parts: list[nn.Module]) -> bool:
         """Whether nobody listens to a part, or has given it or the layer a forward."""
         layer = self.layer
         return not (

@@ -27,7 +27,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn import functional
 
 from hybrid_kv.models.cache_state import replaced
-from hybrid_kv.models.support import is_plain_linear
+from hybrid_kv.models.support import has_own_forward, is_plain_linear
 from hybrid_kv.ops.native.library import Pool, check, engine_state, pool_here, trials
 from hybrid_kv.ops.native.linear import MAX_TOKENS, BoundLinear, bind, linear, multiplies
 
@@ -207,11 +207,6 @@ class FewTokens:
             if multiplies(weight[:tokens], weight, None):
                 found[Products(weight.dtype, weight.shape, tokens)].append(weight)
         return dict(found)
-
-
-def has_own_forward(kind: type[nn.Module]) -> bool:
-    """Whether nobody has put another forward into a class."""
-    return kind.forward.__module__ == kind.__module__
 
 
 def is_small(weight: Tensor) -> bool:

@@ -301,11 +301,6 @@ def _layer_shape(config: PreTrainedConfig, layer_idx: int) -> LayerShape:
     return LayerShape(layer_idx, num_q_heads, num_kv_heads, head_dim)
 
 
-def max_context(config: PreTrainedConfig) -> int | None:
-    """The longest context the model was made for, in tokens; None where it says nothing."""
-    return getattr(config, "max_position_embeddings", None)
-
-
 # Weights ------------------------------------------------------------------------------------------
 #
 # Libraries pack them in three ways: modules of their own (bitsandbytes, gptqmodel,
@@ -315,10 +310,15 @@ def max_context(config: PreTrainedConfig) -> int | None:
 _PACKS_ANEW = "support_avx512bf16_for_cpu"  # of bitsandbytes' Linear4bit
 
 
+def has_own_forward(kind: type[nn.Module]) -> bool:
+    """Whether nobody has put another forward into a class."""
+    return kind.forward.__module__ == kind.__module__
+
+
 def is_plain_linear(module: object) -> TypeGuard[nn.Linear]:
     """Whether a module is torch's linear layer, and its weight a matrix of numbers."""
-    if type(module) is not nn.Linear or nn.Linear.forward.__module__ != nn.Linear.__module__:
-        return False  # somebody has put another forward into the class
+    if type(module) is not nn.Linear or not has_own_forward(nn.Linear):
+        return False
     return type(module._parameters["weight"]) is nn.Parameter
 
 

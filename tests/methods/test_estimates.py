@@ -36,7 +36,7 @@ def test_the_estimate_of_an_index_takes_one_that_estimates(kind: str) -> None:
     if INDEXES[kind].factory.estimate is not Index.estimate:
         assert HybridConfig(**settings).params.cold.budget.estimate == "index"
         return
-    expected = f"estimate 'index' takes clusters or query_channels, got {kind}"
+    expected = rf"'clusters' or 'query_channels', got kind {kind}; choose one of these, or 'first_"
     with pytest.raises(ConfigError, match=expected):
         HybridConfig(**settings)
 

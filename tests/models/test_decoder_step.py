@@ -441,6 +441,27 @@ def test_hooks_of_a_layer_see_what_goes_in_and_comes_out(computed: list[list[int
     torch.testing.assert_close(last, found)
 
 
+def test_hooks_registered_elsewhere_between_steps_cost_no_binding(
+    computed: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, bound = made(), []
+    own = BoundDecoder.__init__
+
+    def made_anew(self: BoundDecoder, *args: Any, **kwargs: Any) -> None:
+        bound.append(self)
+        own(self, *args, **kwargs)
+
+    monkeypatch.setattr(BoundDecoder, "__init__", made_anew)
+    with torch.inference_mode(), hkv.attach(model, hkv.HybridConfig(**TIERED)) as runtime:
+        cache = runtime.cache()
+        model(ids(1, 37), **passing(cache))
+        for _ in range(3):
+            nn.Linear(2, 2).register_forward_hook(lambda *_: None)
+            model(ids(1, 1), **passing(cache))
+    assert len(bound) == 3
+    assert len(computed) == 9
+
+
 def test_hidden_states_can_be_asked_for(computed: list[list[int]]) -> None:
     model = made("qwen2")
     tokens = ids(1, 38)

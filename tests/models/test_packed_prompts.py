@@ -180,7 +180,7 @@ def test_a_prompt_and_its_answer_are_those_of_the_engine(
         torch.testing.assert_close(own, other, **near)
 
 
-def test_inputs_in_another_order_and_a_forward_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inputs_in_another_order(monkeypatch: pytest.MonkeyPatch) -> None:
     trials_end(monkeypatch, WIDE)
     order, weight = torch.randperm(96), torch.randn(7, 96)
     module = PackedLinear("Q8_0", packed(weight, "Q8_0"), 96, columns_in=order)
