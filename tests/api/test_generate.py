@@ -227,6 +227,11 @@ def test_a_stop_string_is_cut_off(llm: hkv.LLM, greedy: list[int], stream: bool)
         assert found == expected
 
 
+def test_a_stop_string_that_one_token_holds_twice_is_cut_off_at_the_first(llm: hkv.LLM) -> None:
+    others = [token for token, word in enumerate(WORDS) if word != "bee"]
+    assert llm.generate(TEXT, max_new_tokens=2, stop="e", suppress_tokens=others).text == "b"
+
+
 def pieces(*texts: str) -> SimpleQueue[Any]:
     queue: SimpleQueue[Any] = SimpleQueue()
     for text in texts:
