@@ -107,11 +107,6 @@ class PagesIndex(KeyIndex):
         heads, _, dim = self._keys.shape
         return self._keys.new_empty(heads, pages, self._rows * dim)
 
-    def upper_bounds(self, queries: Tensor) -> Tensor:
-        """[Hkv, M, P] float32, no score of a page is higher, for queries [Hkv, M, D]."""
-        pages = self._digests[:, : self._num_pages].float()
-        return torch.matmul(_split_signs(queries.float()), pages.transpose(1, 2))
-
     def _find(self, queries: Tensor, count: int, most: int) -> SearchResult:
         wanted = min(-(-count // int(self.params.page_size)), self._num_pages)
         returned = min(most, wanted * int(self.params.page_size))
