@@ -135,7 +135,7 @@ class Scheduler:
 
     def _prefill(self) -> None:
         """One piece of a prompt, and what has been done aside for others."""
-        for back in list(self.runs):
+        for back in [run for run in self.runs if run.work]:  # an answer may end others
             self._attempt(back, back.come_back)
         if (run := self._prompts.next()) is None:
             return self._wait_for_others()

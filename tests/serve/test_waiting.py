@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 import hybrid_kv as hkv
 from hybrid_kv.runtime.layer import Layers
 from hybrid_kv.saved.registry import ContextRegistry
-from hybrid_kv.serve import Engine, Limits, Prefilled, Request, RequestHandle, Token
+from hybrid_kv.serve import Engine, Limits, Prefilled, Request, RequestHandle, Sampling, Token
 from hybrid_kv.serve.scheduler import Scheduler
 from tests.serve.asking import (
     NEW,
@@ -186,6 +186,19 @@ def test_an_error_aside_ends_its_own_request_only(
         _, end = read(engine.submit(asked(300)))
         assert type(end.error).__name__ == "CapacityError"
         assert read(stream)[1].reason == "length"
+
+
+def test_an_error_of_one_of_two_equal_prompts_ends_its_own_request_only(llm: hkv.LLM) -> None:
+    """It ended the engine: the other one's layers had moved aside, and it was taken up again."""
+    wrong = Sampling(temperature=0, logit_bias=((99, 1.0),))
+    with slow(llm, 0.002), Engine(llm) as engine:
+        stream = engine.submit(asked(20, max_new_tokens=200))
+        until(lambda: tokens_of(stream))
+        tickets = [engine.submit(asked(300, **how)) for how in ({}, {"sampling": wrong})]
+        reasons = [read(ticket)[1].reason for ticket in tickets]
+        assert reasons == ["length", "error"]
+        assert not stream.is_finished
+        stream.cancel()
 
 
 def test_short_prompts_pass_long_ones_and_none_waits_for_ever(llm: hkv.LLM) -> None:
