@@ -316,15 +316,21 @@ class PrefillQueue:
         return executor.background(guarded)
 
     def twins(self, run: RunningRequest) -> list[RunningRequest]:
-        """Requests for the same that have not begun, and may share what was computed."""
+        """Requests for the same that have not begun, and may share what was computed.
+
+        An exact one does not, of what a prefix left unread: it computes part of that again.
+        """
         if self._limits.reproducible:  # what leaves a fork's window lies, and adds up, otherwise
             return []
-        config, ids = config_of(self._llm, run.request), run.request.ids
-        others = (one for one in self._runs if not one.has_begun and not one.is_aside)
+        config, ids, exact = config_of(self._llm, run.request), run.request.ids, run.request.exact
+        # What has come back from aside, and is not taken up, has a cache already.
+        others = (one for one in self._runs if not one.has_begun and one.work is None)
         return [
             one
             for one in others
-            if one.request.ids == ids and config_of(self._llm, one.request) == config
+            if one.request.ids == ids
+            and config_of(self._llm, one.request) == config
+            and one.request.exact <= exact
         ]
 
     # Files ---------------------------------------------------------------------------------------

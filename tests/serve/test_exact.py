@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 import hybrid_kv as hkv
 from hybrid_kv.errors import ConfigError
 from hybrid_kv.serve import Engine, Limits, Request, Sampling
-from tests.serve.asking import alone, asked, prompt, read, small_model, tiered
+from tests.serve.asking import alone, asked, prompt, read, slow, small_model, tiered
 
 NEW = 40
 FULL = hkv.HybridConfig(method="full")
@@ -76,6 +76,20 @@ def test_what_another_answer_left_unread_is_computed_again(llm: hkv.LLM) -> None
         again = Request(longer, NEW, sampling=first.sampling, exact=True)
         tokens, end = read(engine.submit(again))
     assert tokens == alone(llm, full(again))
+    assert end.usage.reused_tokens == 200  # of the answer nothing
+
+
+def test_a_prompt_that_another_one_continues_inexactly_is_not_shared(llm: hkv.LLM) -> None:
+    """It had the first token of the other, and none of what was to be computed again."""
+    first = asked(200, 1, max_new_tokens=NEW)
+    with Engine(llm) as engine:
+        answer, _ = read(engine.submit(first))
+        longer = Request((*first.ids, *answer, *prompt(20, 5)), NEW, sampling=first.sampling)
+        exactly = replace(longer, exact=True)
+        with slow(llm, 0.002):
+            tickets = [engine.submit(request) for request in (longer, exactly)]
+            _, (tokens, end) = [read(ticket) for ticket in tickets]
+    assert tokens == alone(llm, full(exactly))
     assert end.usage.reused_tokens == 200  # of the answer nothing
 
 
