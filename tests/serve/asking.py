@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from time import monotonic, sleep
@@ -11,8 +12,20 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import hybrid_kv as hkv
+from hybrid_kv.errors import BusyError
 from hybrid_kv.models.cache_state import passing
-from hybrid_kv.serve import Engine, Finished, Prefilled, Request, RequestHandle, Sampling, Token
+from hybrid_kv.saved.registry import ContextRegistry
+from hybrid_kv.serve import (
+    Engine,
+    Finished,
+    Limits,
+    Prefilled,
+    Request,
+    RequestHandle,
+    Sampling,
+    Token,
+)
+from hybrid_kv.serve.scheduler import Scheduler
 from tests.contracts.architectures import scale_weights
 
 VOCAB = 12
@@ -96,3 +109,28 @@ def until(what: Callable[[], object], seconds: float = 30.0) -> None:
     while not what():
         assert monotonic() < end, "it did not happen"
         sleep(0.005)
+
+
+@contextmanager
+def scheduling(
+    llm: hkv.LLM, limits: Limits | None = None, contexts: ContextRegistry | None = None
+) -> Iterator[Scheduler]:
+    """A scheduler whose rounds are made one by one."""
+    rounds = Scheduler(llm, limits or Limits(), contexts, lambda ticket: None)
+    with torch.inference_mode():
+        yield rounds
+        rounds.end_all([], BusyError("as a test"))
+        rounds.close()
+
+
+def admitted(rounds: Scheduler, *requests: Request) -> list[RequestHandle]:
+    tickets = [RequestHandle(request) for request in requests]
+    rounds.admit(deque(tickets))
+    return tickets
+
+
+def ended(rounds: Scheduler, *tickets: RequestHandle) -> list[Finished]:
+    """Makes rounds until these have ended."""
+    while not all(ticket.is_finished for ticket in tickets):
+        rounds.round()
+    return [read(ticket)[1] for ticket in tickets]

@@ -20,6 +20,7 @@ from hybrid_kv.errors import (
     NonFiniteError,
     QueueFullError,
 )
+from hybrid_kv.models.joined import JoinedCache
 from hybrid_kv.ops.host_memory import FreeMemory
 from hybrid_kv.serve import (
     Engine,
@@ -32,17 +33,21 @@ from hybrid_kv.serve import (
     running,
 )
 from hybrid_kv.serve.running import needed_bytes
+from hybrid_kv.serve.scheduler import Scheduler
 from hybrid_kv.store import memory
 from tests.contracts.architectures import build
 from tests.models.folder import tokenizer
 from tests.serve.asking import (
     NEW,
     UNJUDGED,
+    admitted,
     alone,
     asked,
+    ended,
     is_idle,
     prompt,
     read,
+    scheduling,
     slow,
     small_model,
     tiered,
@@ -341,6 +346,30 @@ def test_a_joined_step_that_fails_is_taken_row_by_row(one: hkv.LLM) -> None:
         hook.remove()
 
 
+@pytest.mark.parametrize("size", [None, 64])
+def test_a_row_that_fails_in_a_joined_step_ends_by_itself(
+    one: hkv.LLM, monkeypatch: pytest.MonkeyPatch, size: int | None
+) -> None:
+    """With a size, in a step that failed as a whole before, and is made again row by row."""
+    requests, forward = [asked(20), asked(30)], Scheduler._forward
+
+    def fail(*_: Any) -> None:
+        raise NonFiniteError("as a test")
+
+    def rows(self: Scheduler, cache: JoinedCache, tokens: list[int]) -> torch.Tensor:
+        return fail() if size and len(tokens) > 1 else forward(self, cache, tokens)
+
+    monkeypatch.setattr(Scheduler, "_forward", rows)
+    with scheduling(one, Limits(reproducible=size)) as rounds:
+        tickets = admitted(rounds, *requests)
+        while not all(run.is_ready for run in rounds.runs):
+            rounds.round()
+        monkeypatch.setattr(rounds.runs[0].cache.kv.finite, "watch", fail)
+        reasons = [end.reason for end in ended(rounds, *tickets)]
+    assert reasons == ["error", "length"]
+    assert read(tickets[1])[0] == alone(one, requests[1])
+
+
 # Refusals -----------------------------------------------------------------------------------------
 
 
@@ -394,6 +423,29 @@ def test_requests_wait_for_memory_that_others_hold(
             sleep(0.001)
         assert {read(ticket)[1].reason for ticket in tickets} == {"length"}
     assert most == 2
+
+
+def test_memory_that_has_gone_since_admission_ends_a_request(
+    one: hkv.LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with scheduling(one) as rounds:
+        tickets = admitted(rounds, asked(100))
+        monkeypatch.setattr(memory, "free_memory", lambda: FreeMemory(0))
+        (end,) = ended(rounds, *tickets)
+    assert isinstance(end.error, CapacityError)
+
+
+def test_kept_prefixes_give_way_to_a_prompt_that_was_admitted_before(
+    one: hkv.LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with scheduling(one) as rounds:
+        ended(rounds, *admitted(rounds, asked(100)))
+        tickets = admitted(rounds, asked(200))
+        room = FreeMemory(4 * needed_bytes(one, asked(200)).host)
+        monkeypatch.setattr(
+            memory, "free_memory", lambda: FreeMemory(0) if rounds._prefixes else room
+        )
+        assert [end.reason for end in ended(rounds, *tickets)] == ["length"]
 
 
 def test_kept_prefixes_give_way_to_a_request_beside_others(
@@ -490,16 +542,16 @@ def test_closing_during_work_cancels_everything(one: hkv.LLM) -> None:
 def test_a_bug_in_the_loop_leaves_nobody_waiting(
     one: hkv.LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with slow(one, 0.01), Engine(one) as engine:
-        ticket = engine.submit(asked(20, max_new_tokens=500))
+    with slow(one, 0.01), Engine(one, Limits(max_running=1)) as engine:
+        ticket, queued = (engine.submit(asked(20, max_new_tokens=500)) for _ in range(2))
         until(lambda: ticket.happened)
 
         def fail() -> None:
             raise KeyError("a bug")
 
         monkeypatch.setattr(engine._rounds, "_decode", fail)
-        _, end = read(ticket)
-        assert "KeyError" in str(end.error)
+        until(lambda: ticket.is_finished and queued.is_finished)
+        assert all("KeyError" in str(read(one)[1].error) for one in (ticket, queued))
         with pytest.raises(BusyError):
             engine.submit(asked(20))
 

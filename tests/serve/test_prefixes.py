@@ -12,11 +12,25 @@ from transformers import PreTrainedModel
 
 import hybrid_kv as hkv
 from hybrid_kv.models.cache_state import passing
+from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.saved.registry import ContextRegistry
 from hybrid_kv.serve import Engine, Limits, Request, RequestHandle, Sampling, Token
 from hybrid_kv.serve.prefill_queue import KeptPrefixes
 from tests.models.folder import tokenizer
-from tests.serve.asking import NEW, alone, asked, prompt, read, slow, small_model, tiered, until
+from tests.serve.asking import (
+    NEW,
+    admitted,
+    alone,
+    asked,
+    ended,
+    prompt,
+    read,
+    scheduling,
+    slow,
+    small_model,
+    tiered,
+    until,
+)
 
 METHODS: dict[str, dict[str, Any]] = {
     "hybrid": {"sink_tokens": 16, "window_tokens": 32},
@@ -117,6 +131,54 @@ def test_other_settings_share_nothing_but_audits_do(llm: hkv.LLM) -> None:
     assert other.usage.reused_tokens == 0
     assert audited.usage.reused_tokens == 199
     assert audited.report.missed_mass == pytest.approx(0, abs=1e-4)
+
+
+def test_what_failed_is_not_gone_on_with(llm: hkv.LLM) -> None:
+    def fail(_: Any, args: tuple[Any, ...]) -> None:
+        if args[0].shape[1] == 1:
+            raise RuntimeError("a step failed")
+
+    with Engine(llm) as engine:
+        hook = llm.model.register_forward_pre_hook(fail)
+        assert read(engine.submit(asked(200)))[1].reason == "error"
+        hook.remove()
+        assert read(engine.submit(asked(200)))[1].usage.reused_tokens == 0
+
+
+def test_a_copy_that_fails_ends_its_own_request_only(
+    llm: hkv.LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: TieredCache) -> TieredCache:
+        raise MemoryError("as a test")
+
+    monkeypatch.setattr(TieredCache, "fork", fail)
+    with scheduling(llm) as rounds:
+        one, other = ended(rounds, *admitted(rounds, asked(200), asked(200)))
+    assert (one.reason, type(other.error).__name__) == ("length", "CapacityError")
+
+
+def test_every_cache_is_closed_at_its_end(
+    llm: hkv.LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not when somebody collects it: builds of indexes go on until then."""
+    made, fork, new = list[TieredCache](), TieredCache.fork, type(llm.runtime).cache
+
+    def keep(cache: TieredCache) -> TieredCache:
+        made.append(cache)
+        return cache
+
+    monkeypatch.setattr(TieredCache, "fork", lambda self: keep(fork(self)))
+    monkeypatch.setattr(type(llm.runtime), "cache", lambda *args: keep(new(*args)))
+    with scheduling(llm, Limits(prefix_bytes=1 << 19), ContextRegistry(tmp_path)) as rounds:
+        for seed in range(3):
+            ended(rounds, *admitted(rounds, asked(300, seed), asked(300, seed)))
+            rounds.save_some(lambda: None)
+            until(lambda: rounds.has_saved)
+            rounds.save_some(lambda: None)
+        lost = [cache for cache in made if not cache.state.is_closed]
+        assert len(lost) <= 2, "one is kept, and one is being saved"
+    assert len(made) > 6
+    assert all(cache.state.is_closed for cache in made)
 
 
 def test_kept_contexts_stay_within_their_bytes(llm: hkv.LLM) -> None:

@@ -3,29 +3,29 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from transformers import PreTrainedModel
 
 import hybrid_kv as hkv
-from hybrid_kv.errors import BusyError
 from hybrid_kv.runtime.layer import Layers
 from hybrid_kv.saved.registry import ContextRegistry
 from hybrid_kv.serve import Engine, Limits, Prefilled, Request, RequestHandle, Sampling, Token
 from hybrid_kv.serve.scheduler import Scheduler
 from tests.serve.asking import (
     NEW,
+    admitted,
     alone,
     asked,
+    ended,
     is_idle,
     prompt,
     read,
+    scheduling,
     slow,
     small_model,
     tiered,
@@ -209,12 +209,11 @@ def test_a_prompt_that_was_opened_shares_nothing_with_its_equal(
     llm: hkv.LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It began twice where both came back at once: with the other's cache, and with its own."""
-    gate, find, calls = Gate(), ContextRegistry.find, list[int]()
+    gates, find = [Gate(), Gate()], ContextRegistry.find
+    waiting = iter(gates)
 
     def finding(self: ContextRegistry, *args: Any) -> tuple[Path | None, int]:
-        calls.append(1)
-        if len(calls) == 2:
-            gate.wait()
+        next(waiting).wait()
         return find(self, *args)
 
     monkeypatch.setattr(ContextRegistry, "find", finding)
@@ -222,20 +221,19 @@ def test_a_prompt_that_was_opened_shares_nothing_with_its_equal(
     first = Request((*document, *prompt(5)), 300, asked(1).sampling)
     same = Request((*document, *longer[400:]), NEW, first.sampling)
     want = alone(llm, same)
-    rounds = Scheduler(llm, Limits(), ContextRegistry(tmp_path), lambda ticket: None)
-    tickets = [RequestHandle(request) for request in (first, same, same)]
-    tickets[1].submitted -= 1  # goes before the other
-    with torch.inference_mode():
-        rounds.admit(deque(tickets))
+    with scheduling(llm, contexts=ContextRegistry(tmp_path)) as rounds:
+        tickets = admitted(rounds, first, same, same)
+        tickets[1].submitted -= 1  # goes before the other
         _, one, other = rounds.runs
-        while not (one.is_prefilled and one.work and other.work):
+        while not (one.work and other.work):
             rounds.round()
-        gate.open.set()
+        gates[0].open.set()
+        wait([one.work])
+        while not (one.is_prefilled and one.work):  # its layers move
+            rounds.round()
+        gates[1].open.set()
         wait([one.work, other.work])
-        while one in rounds.runs or other in rounds.runs:
-            rounds.round()
-        rounds.end_all([], BusyError("as a test"))
-        rounds.close()
+        ended(rounds, *tickets[1:])
     assert [read(ticket)[0] for ticket in tickets[1:]] == [want, want]
 
 
