@@ -177,6 +177,8 @@ def test_every_cache_is_closed_at_its_end(
             rounds.save_some(lambda: None)
         lost = [cache for cache in made if not cache.state.is_closed]
         assert len(lost) <= 2, "one is kept, and one is being saved"
+        admitted(rounds, asked(20))
+        rounds.round()  # and is ended by the end of all
     assert len(made) > 6
     assert all(cache.state.is_closed for cache in made)
 
