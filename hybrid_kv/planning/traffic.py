@@ -53,10 +53,11 @@ def bytes_per_step(
     steps = work.steps / sum(shape.num_q_heads for shape in facts.layers)
     is_cold = any(layer.rows[0].chain.num_tokens for layer in cache.stores.values())
     # A page leaves when as many tokens have come.
+    length = max(layer.rows[0].length for layer in cache.stores.values())
     leaving = facts.kv_bytes_per_token if on_device and is_cold else 0
     read = {
         "weights": facts.read_bytes,
-        "resident_attention": work.resident_bytes / steps + facts.window_bytes,
+        "resident_attention": work.resident_bytes / steps + facts.other_kv_bytes(length),
         "select": work.select_bytes / steps,
         "search": work.search_bytes / steps,
         "cold_attention": work.cold_bytes / steps,

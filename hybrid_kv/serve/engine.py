@@ -116,6 +116,13 @@ class Engine:
                 f"prompt must have at most {limit} tokens on this server, got {prompt}; shorten it"
             )
         token_ids(request.ids, self._llm.model)
+        vocabulary = self._llm.model.config.get_text_config(decoder=True).vocab_size
+        for token, _ in request.sampling.logit_bias:
+            if not 0 <= token < vocabulary:
+                raise ConfigError(
+                    f"logit_bias must have token ids 0..{vocabulary - 1}, got {token}; take the "
+                    "model's own tokenizer"
+                )
         total = prompt + request.max_new_tokens
         self._llm.runtime.check_context(total)
         if request.stop and self._llm.tokenizer is None:

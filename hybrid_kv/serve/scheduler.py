@@ -11,7 +11,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import replace
-from statistics import fmean
 from time import monotonic
 from typing import Any
 
@@ -384,6 +383,21 @@ _SHARE = 0.2
 """Of a new request's time in the mean of all."""
 
 
+class _Mean:
+    """Mean of numbers as they come; None of none."""
+
+    def __init__(self) -> None:
+        self.value: float | None = None
+        self._count = 0
+
+    def add(self, number: float | None) -> None:
+        """Takes a number; None is none."""
+        if number is not None:
+            self._count += 1
+            before = self.value or 0.0
+            self.value = before + (number - before) / self._count
+
+
 class EngineCounters:
     """Counters that only grow, and a few means."""
 
@@ -394,8 +408,7 @@ class EngineCounters:
         self._steps = self._rows = 0
         self._stall_ms = self._last_stall_ms = 0.0
         self._stalls = self._late_stalls = 0
-        self._recalls, self._missed = list[float](), list[float]()
-        self._mass_errors = list[float]()
+        self._recall, self._missed, self._mass_error = _Mean(), _Mean(), _Mean()
         self._served_s: float | None = None
 
     def end(self, event: Finished, seconds: float) -> None:
@@ -408,12 +421,9 @@ class EngineCounters:
         self._hits += usage.reused_tokens > 0
         if report.alone:
             self._alone[report.alone] += 1
-        if report.recall is not None:
-            self._recalls.append(report.recall)
-        if report.missed_mass is not None:
-            self._missed.append(report.missed_mass)
-        if report.mass_error is not None:
-            self._mass_errors.append(report.mass_error)
+        self._recall.add(report.recall)
+        self._missed.add(report.missed_mass)
+        self._mass_error.add(report.mass_error)
         old = seconds if self._served_s is None else self._served_s
         self._served_s = (1 - _SHARE) * old + _SHARE * seconds
 
@@ -454,9 +464,9 @@ class EngineCounters:
             steps=self._steps,
             joined_rows=self._rows,
             alone=dict(self._alone),
-            recall=fmean(self._recalls) if self._recalls else None,
-            missed_mass=fmean(self._missed) if self._missed else None,
-            mass_error=fmean(self._mass_errors) if self._mass_errors else None,
+            recall=self._recall.value,
+            missed_mass=self._missed.value,
+            mass_error=self._mass_error.value,
             device_kv_bytes=held.device_kv,
             host_kv_bytes=held.host_kv,
             host_index_bytes=held.host_index,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import resource
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -476,6 +477,9 @@ def test_traffic_is_what_steps_have_read_over_their_number() -> None:
         read = bytes_per_step(facts, cache.kv, work, on_device=True)
         assert work.read_bytes == 3000 + 33 + 60 + 90 + 12
         assert bytes_per_step(facts, cache.kv, Work(), on_device=False) == {}
+        others = replace(facts, window_bytes=500, untiered_kv_bytes=8)
+        beside = bytes_per_step(others, cache.kv, work, on_device=True)
+    assert beside["resident_attention"] == 1000 + 500 + 200 * 8
     assert read == {
         "weights": facts.read_bytes,
         "resident_attention": 1000,

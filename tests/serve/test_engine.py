@@ -378,6 +378,7 @@ def test_a_row_that_fails_in_a_joined_step_ends_by_itself(
     [
         (asked(1020), "context must be at most 1024 tokens"),
         (Request((3, 99), 4), "token ids must be 0..11, got 3..99"),
+        (asked(20, sampling=Sampling(logit_bias=((3, 1.0), (12, 1.0)))), "token ids 0..11, got 12"),
         (asked(600), "prompt must have at most 500 tokens on this server, got 600"),
     ],
 )

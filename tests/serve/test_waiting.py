@@ -15,6 +15,7 @@ import hybrid_kv as hkv
 from hybrid_kv.runtime.layer import Layers
 from hybrid_kv.saved.registry import ContextRegistry
 from hybrid_kv.serve import Engine, Limits, Prefilled, Request, RequestHandle, Sampling, Token
+from hybrid_kv.serve.running import RunningRequest
 from hybrid_kv.serve.scheduler import Scheduler
 from tests.serve.asking import (
     NEW,
@@ -192,9 +193,18 @@ def test_an_error_aside_ends_its_own_request_only(
         assert read(stream)[1].reason == "length"
 
 
-def test_an_error_of_one_of_two_equal_prompts_ends_its_own_request_only(llm: hkv.LLM) -> None:
+def test_an_error_of_one_of_two_equal_prompts_ends_its_own_request_only(
+    llm: hkv.LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It ended the engine: the other one's layers had moved aside, and it was taken up again."""
-    wrong = Sampling(temperature=0, logit_bias=((99, 1.0),))
+    wrong, take = Sampling(temperature=0, logprobs=1), RunningRequest.take
+
+    def taking(self: RunningRequest, *args: Any) -> object:
+        if self.request.sampling == wrong:
+            raise ValueError("no choice")
+        return take(self, *args)
+
+    monkeypatch.setattr(RunningRequest, "take", taking)
     with slow(llm, 0.002), Engine(llm) as engine:
         stream = engine.submit(asked(20, max_new_tokens=200))
         until(lambda: tokens_of(stream))
