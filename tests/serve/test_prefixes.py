@@ -133,6 +133,31 @@ def test_other_settings_share_nothing_but_audits_do(llm: hkv.LLM) -> None:
     assert audited.report.missed_mass == pytest.approx(0, abs=1e-4)
 
 
+def test_equal_prompts_with_other_settings_share_nothing_at_once(llm: hkv.LLM) -> None:
+    dropping = tiered(4, method="streaming_llm")
+    requests = [asked(200), asked(200, config=dropping), asked(200)]
+    with scheduling(llm) as rounds:
+        tickets = admitted(rounds, *requests)
+        ends = ended(rounds, *tickets)
+    assert [end.usage.reused_tokens for end in ends[:2]] == [0, 0]
+    assert ends[2].usage.reused_tokens > 190
+
+
+def test_a_running_request_that_has_dropped_entries_is_not_gone_on_with(llm: hkv.LLM) -> None:
+    dropping = tiered(4, method="streaming_llm")
+    first = asked(200, config=dropping, max_new_tokens=50)
+    with scheduling(llm) as rounds:
+        admitted(rounds, first)
+        until(lambda: rounds.round() or rounds.runs[0].is_ready)
+        again = Request((*rounds.runs[0].ids, 5, 6), NEW, sampling=first.sampling, config=dropping)
+        [ticket] = admitted(rounds, again)
+        while not ticket.is_finished:
+            rounds.round()
+    answer, end = read(ticket)
+    assert end.usage.reused_tokens == 0
+    assert answer == alone(llm, again)
+
+
 def test_what_failed_is_not_gone_on_with(llm: hkv.LLM) -> None:
     def fail(_: Any, args: tuple[Any, ...]) -> None:
         if args[0].shape[1] == 1:
