@@ -110,7 +110,10 @@ class Scheduler:
                 return
             queue.popleft()
             leader = self._prompts.leader(ticket.request)
-            self.runs.append(RunningRequest(self._llm, ticket, needed, leader))
+            try:
+                self.runs.append(RunningRequest(self._llm, ticket, needed, leader))
+            except Exception as error:  # as where a device has no memory left
+                self._finish(ticket, "error", error=error)
 
     def _fits(self, needed: RequestMemory) -> bool:
         return fits(self._llm, needed, [run.coming for run in self.runs])

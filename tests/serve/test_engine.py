@@ -370,6 +370,26 @@ def test_a_row_that_fails_in_a_joined_step_ends_by_itself(
     assert read(tickets[1])[0] == alone(one, requests[1])
 
 
+def test_a_request_that_cannot_begin_ends_with_its_error(
+    one: hkv.LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waited for ever, in no list, and so did `drain`."""
+    begin, wrong = running.RunningRequest.__init__, asked(20, seed=1)
+
+    def beginning(
+        self: running.RunningRequest, llm: hkv.LLM, ticket: RequestHandle, *args: Any
+    ) -> None:
+        if ticket.request is wrong:
+            raise MemoryError("no room")
+        begin(self, llm, ticket, *args)
+
+    monkeypatch.setattr(running.RunningRequest, "__init__", beginning)
+    with scheduling(one) as rounds:
+        ends = ended(rounds, *admitted(rounds, wrong, asked(20)))
+    assert [end.reason for end in ends] == ["error", "length"]
+    assert type(ends[0].error).__name__ == "CapacityError"
+
+
 # Refusals -----------------------------------------------------------------------------------------
 
 
