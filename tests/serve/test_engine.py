@@ -20,7 +20,6 @@ from hybrid_kv.errors import (
     NonFiniteError,
     QueueFullError,
 )
-from hybrid_kv.models.joined import JoinedCache
 from hybrid_kv.ops.host_memory import FreeMemory
 from hybrid_kv.serve import (
     Engine,
@@ -33,7 +32,6 @@ from hybrid_kv.serve import (
     running,
 )
 from hybrid_kv.serve.running import needed_bytes
-from hybrid_kv.serve.scheduler import Scheduler
 from hybrid_kv.store import memory
 from tests.contracts.architectures import build
 from tests.models.folder import tokenizer
@@ -344,30 +342,6 @@ def test_a_joined_step_that_fails_is_taken_row_by_row(one: hkv.LLM) -> None:
             assert [read(ticket)[0] for ticket in tickets] == want
     finally:
         hook.remove()
-
-
-@pytest.mark.parametrize("size", [None, 64])
-def test_a_row_that_fails_in_a_joined_step_ends_by_itself(
-    one: hkv.LLM, monkeypatch: pytest.MonkeyPatch, size: int | None
-) -> None:
-    """With a size, in a step that failed as a whole before, and is made again row by row."""
-    requests, forward = [asked(20), asked(30)], Scheduler._forward
-
-    def fail(*_: Any) -> None:
-        raise NonFiniteError("as a test")
-
-    def rows(self: Scheduler, cache: JoinedCache, tokens: list[int]) -> torch.Tensor:
-        return fail() if size and len(tokens) > 1 else forward(self, cache, tokens)
-
-    monkeypatch.setattr(Scheduler, "_forward", rows)
-    with scheduling(one, Limits(reproducible=size)) as rounds:
-        tickets = admitted(rounds, *requests)
-        while not all(run.is_ready for run in rounds.runs):
-            rounds.round()
-        monkeypatch.setattr(rounds.runs[0].cache.kv.finite, "watch", fail)
-        reasons = [end.reason for end in ended(rounds, *tickets)]
-    assert reasons == ["error", "length"]
-    assert read(tickets[1])[0] == alone(one, requests[1])
 
 
 def test_a_request_that_cannot_begin_ends_with_its_error(
