@@ -189,7 +189,7 @@ class DecoderStep:
     def __init__(self, layer: nn.Module, pays: Pays) -> None:
         self.layer, self._pays = layer, pays
         self.seen: _Seen | None = None  # as it is bound
-        self.is_free = False  # as far as nothing has changed since
+        self.is_free = False  # nobody listened when it was last looked at
         self._by_tokens: dict[int, BoundDecoder | None] = {}
         self._rest = 0  # steps until a layer that is refused is looked at again
         self._bound: BoundDecoder | None = None  # of the step that passes
@@ -204,13 +204,14 @@ class DecoderStep:
         self._rest = _REST
         is_same = self.seen is not None and self.seen.is_so()
         if not (is_same and self.is_free):
+            if not is_same:  # nor are weights kept that have been exchanged
+                self._by_tokens.clear()
+                self.seen = self._bound = None
             parts = _parts(self.layer)
             self.is_free = self._nobody_listens(parts)
             if not self.is_free:
                 return False
-            if not is_same:
-                self._by_tokens.clear()
-                self.seen = _Seen(self.layer, parts)
+            self.seen = self.seen or _Seen(self.layer, parts)
         if num_tokens not in self._by_tokens:
             self._by_tokens[num_tokens] = self._bind(num_tokens)
         self._bound, self._pool = self._by_tokens[num_tokens], pool

@@ -52,8 +52,8 @@ def bytes_per_step(
         return {}
     steps = work.steps / sum(shape.num_q_heads for shape in facts.layers)
     is_cold = any(layer.rows[0].chain.num_tokens for layer in cache.stores.values())
-    # A page leaves when as many tokens have come.
     length = max(layer.rows[0].length for layer in cache.stores.values())
+    # A page leaves when as many tokens have come.
     leaving = facts.kv_bytes_per_token if on_device and is_cold else 0
     read = {
         "weights": facts.read_bytes,

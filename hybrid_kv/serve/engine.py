@@ -118,7 +118,7 @@ class Engine:
         token_ids(request.ids, self._llm.model)
         vocabulary = self._llm.model.config.get_text_config(decoder=True).vocab_size
         for token, _ in request.sampling.logit_bias:
-            if not 0 <= token < vocabulary:
+            if token >= vocabulary:
                 raise ConfigError(
                     f"logit_bias must have token ids 0..{vocabulary - 1}, got {token}; take the "
                     "model's own tokenizer"

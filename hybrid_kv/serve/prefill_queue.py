@@ -318,7 +318,8 @@ class PrefillQueue:
     def twins(self, run: RunningRequest) -> list[RunningRequest]:
         """Requests for the same that have not begun, and may share what was computed.
 
-        An exact one does not, of what a prefix left unread: it computes part of that again.
+        Where this one went on from an inexact answer, an exact one computes part of that again; so
+        it takes copies from exact ones alone.
         """
         if self._limits.reproducible:  # what leaves a fork's window lies, and adds up, otherwise
             return []

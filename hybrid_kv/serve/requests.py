@@ -78,7 +78,8 @@ class Sampling:
         _number("frequency_penalty", self.frequency_penalty, -2, 2)
         _number("presence_penalty", self.presence_penalty, -2, 2)
         _number("repetition_penalty", self.repetition_penalty, 0.01, 100)
-        for _, bias in self.logit_bias:
+        for token, bias in self.logit_bias:
+            _whole("token ids of logit_bias", token, 0)
             _number("logit_bias", bias, -100, 100)
         _whole("min_tokens", self.min_tokens, 0)
         _number("top_p", self.top_p, 0, 1)

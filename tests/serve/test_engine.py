@@ -344,6 +344,36 @@ def test_a_joined_step_that_fails_is_taken_row_by_row(one: hkv.LLM) -> None:
         hook.remove()
 
 
+@pytest.mark.parametrize("fails_whole", [False, True])
+def test_a_row_that_fails_in_a_joined_step_ends_by_itself(
+    one: hkv.LLM, monkeypatch: pytest.MonkeyPatch, fails_whole: bool
+) -> None:
+    """Also where the whole step failed before, and is made again row by row."""
+    requests = [asked(20, max_new_tokens=60), asked(30, max_new_tokens=60)]
+    want, inner, failures = alone(one, requests[1]), one.model, list[Exception]()
+
+    def fail(*_: Any) -> None:
+        raise NonFiniteError("as a test")
+
+    def fail_once(*_: Any) -> None:
+        if failures:
+            raise failures.pop()
+
+    hook = inner.register_forward_pre_hook(fail_once)
+    with scheduling(one, Limits(reproducible=64)) as rounds:
+        tickets = admitted(rounds, *requests)
+        first, second = rounds.runs
+        until(lambda: rounds.round() or (first.is_ready and second.is_ready))
+        monkeypatch.setattr(first.cache.kv.finite, "watch", fail)
+        if fails_whole:
+            failures.append(MemoryError("a batch is too much"))
+        reasons = [end.reason for end in ended(rounds, *tickets)]
+    hook.remove()
+    assert not failures
+    assert reasons == ["error", "length"]
+    assert read(tickets[1])[0] == want
+
+
 def test_a_request_that_cannot_begin_ends_with_its_error(
     one: hkv.LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -438,7 +468,7 @@ def test_kept_prefixes_give_way_to_a_prompt_that_was_admitted_before(
         tickets = admitted(rounds, asked(200))
         room = FreeMemory(4 * needed_bytes(one, asked(200)).host)
         monkeypatch.setattr(
-            memory, "free_memory", lambda: FreeMemory(0) if rounds._prefixes else room
+            memory, "free_memory", lambda: FreeMemory(0) if rounds.stats(0).prefixes else room
         )
         assert [end.reason for end in ended(rounds, *tickets)] == ["length"]
 

@@ -43,6 +43,8 @@ def ticket() -> RequestHandle:
             {"logprobs": 21},
             "logprobs must be a whole number of at least 0 and at most 20",
         ),
+        (Sampling, {"logit_bias": ((-1, 1.0),)}, "token ids of logit_bias must be a whole number"),
+        (Sampling, {"logit_bias": ((2.5, 1.0),)}, "token ids of logit_bias must be a whole number"),
         (Request, {"ids": (), "max_new_tokens": 1}, "prompt is empty"),
         (Request, {"ids": (1,), "max_new_tokens": 0}, "max_new_tokens must be a whole number"),
         (Request, {"ids": (1,), "max_new_tokens": 1, "stop": ("",)}, "stop strings must be text"),
