@@ -364,13 +364,15 @@ def test_a_row_that_fails_in_a_joined_step_ends_by_itself(
         tickets = admitted(rounds, *requests)
         first, second = rounds.runs
         until(lambda: rounds.round() or (first.is_ready and second.is_ready))
+        given = first.usage().completion_tokens
         monkeypatch.setattr(first.cache.kv.finite, "watch", fail)
         if fails_whole:
             failures.append(MemoryError("a batch is too much"))
-        reasons = [end.reason for end in ended(rounds, *tickets)]
+        ends = ended(rounds, *tickets)
     hook.remove()
     assert not failures
-    assert reasons == ["error", "length"]
+    assert [end.reason for end in ends] == ["error", "length"]
+    assert ends[0].usage.completion_tokens == given
     assert read(tickets[1])[0] == want
 
 
