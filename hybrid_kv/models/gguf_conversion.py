@@ -127,6 +127,12 @@ class Conversion(Protocol):
         """The order of a matrix's rows; None where its rows become something else."""
         ...
 
+    def stacked_rows(self, tensor: GgufTensor) -> slice | None:
+        """Rows of each matrix of the model's that those of a stack [E, N, K] become, in order; None
+        where they become something else.
+        """
+        ...
+
     def add_values(self, tensor: GgufTensor, values: MutableMapping[str, Tensor]) -> None:
         """Puts what becomes of a tensor's values to those of the others, by the model's names."""
         ...
@@ -163,6 +169,14 @@ class _ByProcessor:
                 return None if name is None else _order_in(made, numbers)
         return None
 
+    def stacked_rows(self, tensor: GgufTensor) -> slice | None:
+        numbers, values = _numbers_of(tensor), dict[str, Tensor]()
+        with suppress(Exception):  # of whatever a shape that does not fit leads to
+            name, made = self._process(tensor.name, numbers.numpy(), values)
+            found = torch.from_numpy(made) if name is not None else values[self.name_of(tensor)]  # type: ignore[index]
+            return _rows_in(found, numbers)
+        return None
+
     def add_values(self, tensor: GgufTensor, values: MutableMapping[str, Tensor]) -> None:
         source = tensor.values()
         plain = source.float() if source.dtype == torch.bfloat16 else source  # numpy has none
@@ -193,6 +207,20 @@ def _order_in(made: np.ndarray[Any, Any], numbers: np.ndarray[Any, Any]) -> RowO
         return None
     same = bool((order == numbers[:, 0]).all())
     return RowOrder(rows=None if same else torch.from_numpy(np.ascontiguousarray(order)))
+
+
+def _numbers_of(stack: GgufTensor) -> Tensor:
+    """A column of numbers from 1 on for the rows of a stack, [E, N, 1]."""
+    experts, rows = stack.shape[:2]
+    return torch.arange(1, experts * rows + 1).view(experts, rows, 1)
+
+
+def _rows_in(made: Tensor, numbers: Tensor) -> slice | None:
+    """Where the numbers of a stack's rows have come to lie, as they were and beside zeros."""
+    start = int((made[0, :, 0] != 0).to(torch.uint8).argmax())
+    rows = slice(start, start + numbers.shape[1])
+    beside = made.count_nonzero() == numbers.numel()
+    return rows if beside and torch.equal(made[:, rows].to(numbers.dtype), numbers) else None
 
 
 class _Names(NamedTuple):
@@ -274,6 +302,19 @@ class _ByConverters:
             made = _operated(others, converter, {pattern: numbers})
             order = _order_in(made.numpy(), numbers.numpy())
             return order and order._replace(columns=of_inputs[0] if of_inputs else None)
+        return None
+
+    def stacked_rows(self, tensor: GgufTensor) -> slice | None:
+        numbers = _numbers_of(tensor)
+        converter, pattern = self._by_name.get(tensor.name, (None, ""))
+        if converter is None:
+            return slice(0, numbers.shape[1])
+        sources = {
+            source: numbers if source == pattern else torch.zeros_like(numbers)
+            for source in converter.source_patterns
+        }
+        with suppress(Exception):  # of operations that one column is too few for
+            return _rows_in(_operated(converter.operations, converter, sources), numbers)
         return None
 
     def add_values(self, tensor: GgufTensor, values: MutableMapping[str, Tensor]) -> None:

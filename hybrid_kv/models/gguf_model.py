@@ -1,14 +1,14 @@
 """A model of transformers whose matrices are those of a GGUF file, packed and where they lie.
 
-The model is made of its configuration, without weights. Then its linear layers and embeddings give
-way to packed ones; what is small, or whose packed rows are no rows of the model, gets plain values.
-Options of GGUF files come first, and the file of SmolLM2.
+The model is made of its configuration, without weights. Then its linear layers, embeddings and
+experts give way to packed ones; what is small, or whose packed rows are no rows of the model, gets
+plain values. Options of GGUF files come first, and the file of SmolLM2.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,6 +23,7 @@ from hybrid_kv.errors import ModelNotFoundError
 from hybrid_kv.models.checkpoint import check_tensors, one_sentence
 from hybrid_kv.models.gguf_conversion import Conversion, RowOrder
 from hybrid_kv.models.gguf_file import GgufFile, GgufTensor
+from hybrid_kv.models.packed_experts import DOWN, GATE_UP, PackedExperts, PackedStack, are_plain
 from hybrid_kv.models.packed_linear import PackedEmbedding, PackedLinear, is_table
 from hybrid_kv.models.weight_kinds import StoredWeight
 from hybrid_kv.ops.native.linear import PACKED_KINDS
@@ -98,18 +99,20 @@ class Placed:
 class PackedPlan:
     """Tensors of a file by what a model makes of them.
 
-    packed: these. unpacked: those of packed kinds whose values it needs. others: plain numbers.
-    ignored: those that the model has no use for.
+    packed: these. experts: by module, stacks of packed matrices by the parameter that they become.
+    unpacked: those of packed kinds whose values it needs. others: plain numbers. ignored: those
+    that the model has no use for.
     """
 
     packed: list[Placed] = field(default_factory=list)
+    experts: dict[str, dict[str, Placed]] = field(default_factory=dict)
     unpacked: list[GgufTensor] = field(default_factory=list)
     others: list[GgufTensor] = field(default_factory=list)
     ignored: list[GgufTensor] = field(default_factory=list)
 
     def stored(self, conversion: Conversion, dtype: torch.dtype) -> Iterator[StoredWeight]:
         """Sizes of the model's weights, with what is not packed in a dtype."""
-        for one in self.packed:
+        for one in self.all_packed():
             yield StoredWeight(one.target, one.tensor.kind, one.tensor.data.nbytes)
         plain = str(dtype).removeprefix("torch.")
         for tensor in (*self.unpacked, *self.others):
@@ -120,7 +123,13 @@ class PackedPlan:
     def num_bytes(self, dtype: torch.dtype) -> int:
         """Of all weights, with what is not packed in a dtype."""
         plain = sum(_numel(tensor) for tensor in (*self.unpacked, *self.others))
-        return sum(one.tensor.data.nbytes for one in self.packed) + plain * dtype.itemsize
+        return sum(one.tensor.data.nbytes for one in self.all_packed()) + plain * dtype.itemsize
+
+    def all_packed(self) -> Iterator[Placed]:
+        """All that stay packed."""
+        yield from self.packed
+        for stacks in self.experts.values():
+            yield from stacks.values()
 
 
 def plan_of(
@@ -142,8 +151,15 @@ def plan_of(
             plan.unpacked.append(tensor)
         elif (order := _order(model, target, tensor, conversion)) is not None:
             plan.packed.append(Placed(tensor, target, order))
+        elif (part := _expert_part(model, target, tensor, conversion)) is not None:
+            stacks = plan.experts.setdefault(target.rpartition(".")[0], {})
+            stacks[part] = Placed(tensor, target, RowOrder())
         else:
             plan.unpacked.append(tensor)
+    for owner, stacks in list(plan.experts.items()):
+        if stacks.keys() not in _WHOLE_EXPERTS:  # others of the module's are plain
+            del plan.experts[owner]
+            plan.unpacked.extend(one.tensor for one in stacks.values())
     return plan
 
 
@@ -158,6 +174,27 @@ def _order(
     if type(module) is nn.Linear:
         return order
     return order if is_table(module) and order is not None and order.columns is None else None
+
+
+_GATE, _UP = "gate_proj", "up_proj"
+_WHOLE_EXPERTS: tuple[Set[str], ...] = ({_GATE, _UP, DOWN}, {GATE_UP, DOWN})
+
+
+def _expert_part(
+    model: PreTrainedModel, target: str, tensor: GgufTensor, conversion: Conversion
+) -> str | None:
+    """The parameter of `PackedExperts` that a stack of packed matrices can become."""
+    name, _, leaf = target.rpartition(".")
+    if tensor.kind not in PACKED_KINDS or len(tensor.shape) != 3:
+        return None
+    if leaf not in (GATE_UP, DOWN) or not are_plain(model.get_submodule(name)):
+        return None
+    rows, count = conversion.stacked_rows(tensor), model.get_parameter(target).shape[1]
+    if rows == slice(0, count):
+        return leaf
+    if leaf == DOWN or rows is None or 2 * tensor.shape[1] != count:
+        return None
+    return _UP if rows.start else _GATE
 
 
 def fill(
@@ -189,6 +226,17 @@ def fill(
             continue
         owner = placed.target.rpartition(".")[0]
         model.set_submodule(owner, _packed(model.get_submodule(owner), placed, dtype, exact))
+    for owner, stacks in plan.experts.items():
+        experts = model.get_submodule(owner)
+        for stack in stacks.values():
+            wanted = model.get_parameter(stack.target).shape
+            if stack.tensor.shape[::2] != wanted[::2]:  # the rows are looked at in the plan
+                wrong.append((stack.target, stack.tensor.shape, wanted))
+                break
+        else:
+            made = {part: _stack(one.tensor) for part, one in stacks.items()}
+            down = made.pop(DOWN)
+            model.set_submodule(owner, PackedExperts(experts, made, down, exact=exact))
     for target, values in _values((*plan.unpacked, *plan.others), conversion):
         owner, _, leaf = target.rpartition(".")
         module = model.get_submodule(owner)
@@ -236,6 +284,11 @@ def _packed(module: nn.Module, placed: Placed, dtype: torch.dtype, exact: bool) 
         )
     assert isinstance(module, nn.Embedding)
     return PackedEmbedding.in_place_of(module, tensor.kind, blocks, dtype)
+
+
+def _stack(tensor: GgufTensor) -> PackedStack:
+    assert tensor.kind is not None
+    return PackedStack(tensor.kind, tensor.rows().flatten(0, -2), tensor.shape[-1])
 
 
 def _values(tensors: Iterable[GgufTensor], conversion: Conversion) -> Iterable[tuple[str, Tensor]]:

@@ -110,12 +110,17 @@ def product(
     """
     num_tokens = x.numel() // max(1, weight.columns)
     fits = x.shape[-1] == weight.columns and (bias is None or bias.shape == (weight.rows,))
-    may = num_tokens >= MIN_TOKENS and fits and x.is_cpu  # else it is refused
-    if torch.is_autocast_enabled("cpu"):
-        may = False  # there float32 would be 16 bits
-    if may and trial(weight.kind, num_tokens, exact=exact).pays:
+    may = fits and x.is_cpu  # else it is refused
+    if may and is_wide_faster(weight.kind, num_tokens, exact=exact):
         return wide_product(x, weight, bias)
     return packed_linear(x, weight, bias, exact=exact, pool=pool)
+
+
+def is_wide_faster(kind: str, num_tokens: int, *, exact: bool) -> bool:
+    """Whether `wide_product` takes less time for that many tokens of one matrix, by a trial."""
+    if num_tokens < MIN_TOKENS or torch.is_autocast_enabled("cpu"):
+        return False  # under autocast float32 would be 16 bits
+    return trial(kind, num_tokens, exact=exact).pays
 
 
 def wide_product(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
@@ -184,8 +189,74 @@ _PIECE_BYTES = 2**20
 """Of packed rows that are unpacked at a time, where values are asked for."""
 
 
-class _Packed(nn.Module):
-    """A module with a packed weight [rows, columns] of one kind.
+class PackedModule(nn.Module):
+    """A module with packed weights: its parameters of bytes, without gradients.
+
+    kind: names in PACKED_KINDS, for messages.
+    """
+
+    kind: str
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        """Calls `compute`, around which a graph of torch.compile is cut."""
+        if is_dynamo_compiling():
+            return _computed_apart(self, *inputs)
+        return self.compute(*inputs)
+
+    def compute(self, *inputs: Tensor) -> Tensor:
+        """The output of the module."""
+        raise NotImplementedError
+
+    def check_gradients(self, x: Tensor) -> None:
+        """Raises ConfigError where gradients are asked for."""
+        if x.requires_grad and torch.is_grad_enabled():
+            raise ConfigError(
+                f"weights packed in {self.kind} give no gradients; {WAY_OUT} to train, or compute "
+                "under torch.no_grad()"
+            )
+
+    def _blocks(self) -> Tensor:
+        """One of the packed weights."""
+        every = self._parameters.values()
+        return next(one for one in every if one is not None and one.dtype == torch.uint8)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        """Moves and casts what is no packed weight; blocks stay what and where they are.
+
+        Raises:
+            ConfigError: they are to go to another device.
+        """
+        tried = fn(self._blocks().new_empty(0))
+        if tried.device.type not in ("cpu", "meta") or tried.dtype != torch.uint8:
+            raise ConfigError(
+                f"weights packed in {self.kind} must stay bytes on the CPU, got {tried.dtype} on "
+                f"'{tried.device}'; {WAY_OUT}"
+            )
+        return super()._apply(fn, recurse)  # type: ignore[no-any-return, no-untyped-call]
+
+    def _save_to_state_dict(self, *args: Any) -> None:
+        """Raises ConfigError: no checkpoint holds weights in this form.
+
+        An empty module, whose weight is still to be read, gives its name all the same.
+        """
+        if self._blocks().is_meta:
+            super()._save_to_state_dict(*args)
+            return
+        raise ConfigError(
+            f"a model whose weights are packed in {self.kind} has no state_dict; copy the files "
+            f"that it came from, or {WAY_OUT} to save plain weights"
+        )
+
+
+def _computed(module: PackedModule, *inputs: Tensor) -> Tensor:
+    return module.compute(*inputs)
+
+
+_computed_apart: Callable[..., Tensor] = torch.compiler.disable(_computed, reason=_IN_GRAPHS)
+
+
+class _OneWeight(PackedModule):
+    """A module with one packed weight [rows, columns].
 
     weight: its blocks, uint8 [rows, bytes of a row], without gradients.
 
@@ -208,14 +279,6 @@ class _Packed(nn.Module):
             known = self._packed = PackedWeight(self.kind, blocks, self.columns)
         return known
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Calls `compute`, around which a graph of torch.compile is cut."""
-        return _computed_apart(self, x) if is_dynamo_compiling() else self.compute(x)
-
-    def compute(self, x: Tensor) -> Tensor:
-        """The output of the module."""
-        raise NotImplementedError
-
     def unpacked(self) -> Tensor:
         """All values [rows, columns] in float32, a copy."""
         return unpacked(self.weight.detach(), self.kind)
@@ -224,44 +287,8 @@ class _Packed(nn.Module):
         """Without what is made again: copies and pickles hold the blocks once."""
         return {**self.__dict__, "_packed": None}
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        """Moves and casts what is no packed weight; blocks stay what and where they are.
 
-        Raises:
-            ConfigError: they are to go to another device.
-        """
-        tried = fn(self.weight.new_empty(0))
-        if tried.device.type not in ("cpu", "meta") or tried.dtype != torch.uint8:
-            raise ConfigError(
-                f"weights packed in {self.kind} must stay bytes on the CPU, got {tried.dtype} on "
-                f"'{tried.device}'; {WAY_OUT}"
-            )
-        return super()._apply(fn, recurse)  # type: ignore[no-any-return, no-untyped-call]
-
-    def _save_to_state_dict(self, *args: Any) -> None:
-        """Raises ConfigError: no checkpoint holds weights in this form.
-
-        An empty module, whose weight is still to be read, gives its name all the same.
-        """
-        if self.weight.is_meta:
-            super()._save_to_state_dict(*args)
-            return
-        raise ConfigError(
-            f"a model whose weights are packed in {self.kind} has no state_dict; copy the files "
-            f"that it came from, or {WAY_OUT} to save plain weights"
-        )
-
-
-def _computed(module: _Packed, x: Tensor) -> Tensor:
-    return module.compute(x)
-
-
-_computed_apart: Callable[[_Packed, Tensor], Tensor] = torch.compiler.disable(
-    _computed, reason=_IN_GRAPHS
-)
-
-
-class PackedLinear(_Packed):
+class PackedLinear(_OneWeight):
     """`nn.Linear` with a packed weight [out_features, in_features].
 
     Args:
@@ -287,17 +314,13 @@ class PackedLinear(_Packed):
         self.register_parameter("bias", bias)
         self.register_buffer("columns_in", columns_in, persistent=False)
 
-    def compute(self, x: Tensor) -> Tensor:
+    def compute(self, x: Tensor) -> Tensor:  # type: ignore[override]  # one input
         """The product of x [..., in_features] with the weight, [..., out_features] in x's dtype.
 
         Raises:
             ConfigError: gradients are asked for.
         """
-        if x.requires_grad and torch.is_grad_enabled():
-            raise ConfigError(
-                f"weights packed in {self.kind} give no gradients; {WAY_OUT} to train, or compute "
-                "under torch.no_grad()"
-            )
+        self.check_gradients(x)
         order = self._buffers["columns_in"]
         x = x if order is None else x.index_select(-1, order)
         bias = self._parameters["bias"]
@@ -310,7 +333,7 @@ class PackedLinear(_Packed):
         )
 
 
-class PackedEmbedding(_Packed):
+class PackedEmbedding(_OneWeight):
     """`nn.Embedding` with a packed table: the rows asked for are unpacked.
 
     Args:
@@ -349,7 +372,7 @@ class PackedEmbedding(_Packed):
             padding_idx=table.padding_idx,
         )
 
-    def compute(self, input_ids: Tensor) -> Tensor:
+    def compute(self, input_ids: Tensor) -> Tensor:  # type: ignore[override]  # one input
         """Rows [..., embedding_dim] of ids [...]."""
         scale = self.embed_scale
         flat = input_ids.reshape(-1)

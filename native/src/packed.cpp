@@ -2,6 +2,7 @@
 #include "hybrid_kv_packed.h"
 
 #include <algorithm>
+#include <deque>
 #include <type_traits>
 #include <vector>
 
@@ -25,12 +26,13 @@ struct PackedLayer {
   const uint8_t *row(int64_t output) const { return weight + output * stride; }
 };
 
-/// out [tokens, num_outputs]: the sums of a token's columns, and the bias.
+/// out [tokens, num_outputs] from token `begin` on: the sums of a token's columns, and the bias.
 struct Outputs {
   void *out;
   int32_t dtype;
   const PackedLayer &layer;
   int parts;
+  int64_t begin;
 
   /// Stores `count` outputs of the columns' tokens; totals: [columns, stride].
   void store(int64_t first, int64_t count, int64_t column, int64_t columns, const float *totals,
@@ -40,7 +42,8 @@ struct Outputs {
       using Element = std::remove_const_t<std::remove_pointer_t<decltype(element)>>;
       for (int64_t at = 0; at < columns; at += parts) {
         const float *one = totals + at * stride, *rest = one + stride;
-        Element *to = static_cast<Element *>(out) + (column + at) / parts * layer.num_outputs + first;
+        const int64_t token = begin + (column + at) / parts;
+        Element *to = static_cast<Element *>(out) + token * layer.num_outputs + first;
         for (int64_t i = 0; i < count; ++i) {
           const float sum = parts == 2 ? one[i] + rest[i] : one[i];
           round_to(bias == nullptr ? sum : sum + bias[i], to[i]);
@@ -108,26 +111,43 @@ constexpr auto multiply_panels = multiply_rows<Kind>;
 
 #endif
 
-template <typename Kind>
-void multiply(hkv_pool *pool, const PackedLayer &layer, const RoundedInputs &inputs,
-              const Outputs &outputs) {
-  const int64_t row_bytes = std::max<int64_t>(1, layer.num_inputs / Kind::kValues * Kind::kBytes);
-  const int64_t rows = std::max(kItemRows, kItemBytes / row_bytes / kItemRows * kItemRows);
-  const auto body = in_panels<Kind>(inputs.columns) ? multiply_panels<Kind> : multiply_rows<Kind>;
-  parallel_for(pool, (layer.num_outputs + rows - 1) / rows, [&](int64_t item, int) {
-    const int64_t first = item * rows;
-    body(layer, inputs, outputs, first, std::min(layer.num_outputs, first + rows));
-  });
-}
+/// Tokens [begin, end) of the inputs, and the matrix that they are multiplied with.
+struct Product {
+  template <typename Kind>
+  Product(Kind, const PackedLayer &layer, int64_t begin, int64_t end, bool exact)
+      : layer(layer),
+        begin(begin),
+        inputs(end - begin, layer.num_inputs, exact, Kind::kScaleValues,
+               kPairs<Kind> && !in_panels<Kind>((end - begin) * (exact ? 2 : 1))) {}
 
-/// inputs: [tokens, num_inputs], of the dtype.
-void round_inputs(hkv_pool *pool, int32_t dtype, int64_t tokens, const void *from,
-                  RoundedInputs &inputs) {
-  with_dtype(dtype, [&](auto *element) {
-    const auto *first = static_cast<decltype(element)>(from);
-    parallel_for(tokens > 4 ? pool : nullptr, tokens, [&](int64_t token, int) {
-      inputs.round_token(token, first + token * inputs.num_inputs);
+  /// from: [all tokens, num_inputs], of the dtype.
+  void round(hkv_pool *pool, int32_t dtype, const void *from) {
+    const int64_t tokens = inputs.columns / inputs.parts;
+    with_dtype(dtype, [&](auto *element) {
+      const auto *first = static_cast<decltype(element)>(from) + begin * inputs.num_inputs;
+      parallel_for(tokens > 4 ? pool : nullptr, tokens, [&](int64_t token, int) {
+        inputs.round_token(token, first + token * inputs.num_inputs);
+      });
     });
+  }
+
+  const PackedLayer layer;
+  const int64_t begin;
+  RoundedInputs inputs;
+};
+
+/// Products with matrices of one shape.
+template <typename Kind>
+void multiply(hkv_pool *pool, const std::deque<Product> &products, int32_t dtype, void *out) {
+  const PackedLayer &any = products.front().layer;
+  const int64_t row_bytes = std::max<int64_t>(1, any.num_inputs / Kind::kValues * Kind::kBytes);
+  const int64_t rows = std::max(kItemRows, kItemBytes / row_bytes / kItemRows * kItemRows);
+  const int64_t parts = (any.num_outputs + rows - 1) / rows;
+  parallel_for(pool, static_cast<int64_t>(products.size()) * parts, [&](int64_t item, int) {
+    const auto &[layer, begin, inputs] = products[static_cast<size_t>(item / parts)];
+    const auto body = in_panels<Kind>(inputs.columns) ? multiply_panels<Kind> : multiply_rows<Kind>;
+    const int64_t first = item % parts * rows, last = std::min(layer.num_outputs, first + rows);
+    body(layer, inputs, {out, dtype, layer, inputs.parts, begin}, first, last);
   });
 }
 
@@ -137,6 +157,38 @@ int64_t array_size(int64_t count, int64_t each) {
   require(!__builtin_mul_overflow(count, each, &size) && size <= INT64_MAX / 16,
           "sizes must be those of arrays");
   return size;
+}
+
+/// Raises Invalid unless these are sizes of `matrices` matrices and of arrays of tokens.
+template <typename Kind>
+void check(int64_t matrices, int64_t num_outputs, int64_t num_inputs, int64_t stride,
+           int64_t tokens, int32_t dtype) {
+  require(num_outputs >= 0 && num_inputs >= 0 && tokens >= 0, "sizes must be at least 0");
+  require(num_inputs % Kind::kValues == 0,
+          "the number of inputs must be a multiple of a block's values");
+  array_size(tokens, num_inputs);
+  array_size(tokens, num_outputs);
+  require(stride >= array_size(num_inputs / Kind::kValues, Kind::kBytes),
+          "stride must be at least the bytes of a row");
+  array_size(matrices, array_size(num_outputs, stride));
+  require(dtype >= HKV_F32 && dtype <= HKV_BF16,
+          "dtype must be float32 (0), float16 (1) or bfloat16 (2)");
+}
+
+/// Raises Invalid where arrays of some size are missing.
+void check_given(int64_t num_inputs, const void *weight, const void *inputs, const void *out) {
+  require(out != nullptr, "out must not be NULL");
+  require(num_inputs == 0 || (weight != nullptr && inputs != nullptr), "arrays must not be NULL");
+}
+
+/// The matrix whose rows begin at `weight`.
+template <typename Kind>
+PackedLayer layer_at(const void *weight, int64_t num_outputs, int64_t num_inputs, int64_t stride,
+                     const float *bias) {
+  const auto *rows = static_cast<const uint8_t *>(weight);
+  const int64_t row_bytes = num_inputs / Kind::kValues * Kind::kBytes;
+  const uint8_t *end = rows + (num_outputs - 1) * stride + row_bytes;
+  return {rows, num_outputs, num_inputs, stride, bias, end};
 }
 
 }  // namespace
@@ -149,29 +201,50 @@ extern "C" int hkv_packed_linear(hkv_pool *pool, int32_t kind, int64_t num_outpu
   return hkv::guarded([&] {
     hkv::with_kind(kind, [&](auto of) {
       using Kind = decltype(of);
-      hkv::require(num_outputs >= 0 && num_inputs >= 0 && tokens >= 0, "sizes must be at least 0");
-      hkv::require(num_inputs % Kind::kValues == 0,
-                   "the number of inputs must be a multiple of a block's values");
-      hkv::array_size(tokens, num_inputs);
-      hkv::array_size(tokens, num_outputs);
-      hkv::require(stride >= hkv::array_size(num_inputs / Kind::kValues, Kind::kBytes),
-                   "stride must be at least the bytes of a row");
-      hkv::array_size(num_outputs, stride);
-      hkv::require(dtype >= HKV_F32 && dtype <= HKV_BF16,
-                   "dtype must be float32 (0), float16 (1) or bfloat16 (2)");
+      hkv::check<Kind>(1, num_outputs, num_inputs, stride, tokens, dtype);
       if (tokens == 0 || num_outputs == 0) return;
-      hkv::require(out != nullptr, "out must not be NULL");
-      hkv::require(num_inputs == 0 || (weight != nullptr && inputs != nullptr),
-                   "arrays must not be NULL");
-      const auto *rows = static_cast<const uint8_t *>(weight);
-      const int64_t row_bytes = num_inputs / Kind::kValues * Kind::kBytes;
-      const hkv::PackedLayer layer{rows, num_outputs, num_inputs, stride, bias,
-                                   rows + (num_outputs - 1) * stride + row_bytes};
-      const int64_t columns = tokens * (exact != 0 ? 2 : 1);
-      hkv::RoundedInputs rounded(tokens, num_inputs, exact != 0, Kind::kScaleValues,
-                                 hkv::kPairs<Kind> && !hkv::in_panels<Kind>(columns));
-      hkv::round_inputs(pool, dtype, tokens, inputs, rounded);
-      hkv::multiply<Kind>(pool, layer, rounded, {out, dtype, layer, rounded.parts});
+      hkv::check_given(num_inputs, weight, inputs, out);
+      std::deque<hkv::Product> products;
+      products.emplace_back(of, hkv::layer_at<Kind>(weight, num_outputs, num_inputs, stride, bias),
+                            0, tokens, exact != 0);
+      products.front().round(pool, dtype, inputs);
+      hkv::multiply<Kind>(pool, products, dtype, out);
+    });
+  });
+}
+
+extern "C" int hkv_packed_experts(hkv_pool *pool, int32_t kind, int64_t num_experts,
+                                  int64_t num_outputs, int64_t num_inputs, const void *weight,
+                                  int64_t stride, int32_t dtype, int64_t groups,
+                                  const int64_t *experts, const int64_t *ends, const void *inputs,
+                                  int32_t exact, void *out) {
+  return hkv::guarded([&] {
+    hkv::with_kind(kind, [&](auto of) {
+      using Kind = decltype(of);
+      hkv::require(num_experts >= 0 && groups >= 0, "sizes must be at least 0");
+      hkv::require(groups == 0 || (experts != nullptr && ends != nullptr),
+                   "experts and ends must not be NULL");
+      hkv::check<Kind>(num_experts, num_outputs, num_inputs, stride,
+                       groups == 0 ? 0 : ends[groups - 1], dtype);
+      int64_t end = 0;
+      for (int64_t group = 0; group < groups; ++group) {
+        hkv::require(experts[group] >= 0 && experts[group] < num_experts,
+                     "experts must be numbers of matrices");
+        hkv::require(ends[group] > end, "ends must ascend from 1 on");
+        end = ends[group];
+      }
+      if (groups == 0 || num_outputs == 0) return;
+      hkv::check_given(num_inputs, weight, inputs, out);
+      std::deque<hkv::Product> products;
+      int64_t begin = 0;
+      for (int64_t group = 0; group < groups; begin = ends[group++]) {
+        const int64_t first = experts[group] * num_outputs * stride;
+        const auto *matrix = static_cast<const uint8_t *>(weight) + first;
+        const auto layer = hkv::layer_at<Kind>(matrix, num_outputs, num_inputs, stride, nullptr);
+        products.emplace_back(of, layer, begin, ends[group], exact != 0);
+        products.back().round(pool, dtype, inputs);
+      }
+      hkv::multiply<Kind>(pool, products, dtype, out);
     });
   });
 }

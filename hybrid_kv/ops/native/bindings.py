@@ -18,7 +18,7 @@ from ctypes import (
     c_void_p,
 )
 
-ABI_VERSION = 25
+ABI_VERSION = 26
 OK = 0
 INVALID = 1
 NO_MEMORY = 2
@@ -512,6 +512,8 @@ FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
         c_int64, c_void_p, c_void_p]),
     "hkv_merge": (c_int, [c_void_p, c_int32, POINTER(PartStruct), c_int64, c_int32, c_int32,
         c_void_p, c_void_p]),
+    "hkv_packed_experts": (c_int, [c_void_p, c_int32, c_int64, c_int64, c_int64, c_void_p, c_int64,
+        c_int32, c_int64, c_void_p, c_void_p, c_void_p, c_int32, c_void_p]),
     "hkv_packed_linear": (c_int, [c_void_p, c_int32, c_int64, c_int64, c_void_p, c_int64, c_void_p,
         c_int32, c_int64, c_void_p, c_int32, c_void_p]),
     "hkv_page_scores": (c_int, [c_void_p, c_int32, POINTER(PageDigestsStruct), c_void_p, c_int64,

@@ -1,0 +1,145 @@
+"""Experts of a mixture whose weights stay packed in blocks, as a GGUF file holds them.
+
+transformers has the matrices of a layer's experts as one tensor [experts, rows, columns], and calls
+the module with each token's experts. Here tokens are put into order by expert, so that one call of
+the engine multiplies all of them, each with the matrix of its expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from hybrid_kv.models.packed_linear import PackedModule, is_wide_faster, wide_product
+from hybrid_kv.ops.native.library import pool_here
+from hybrid_kv.ops.native.linear import PackedWeight, packed_experts
+
+_MOST_ROWS = 2**14
+"""Inputs of experts that are multiplied at a time: of prompts, whose tokens pass several."""
+GATE_UP, DOWN = "gate_up_proj", "down_proj"
+"""The weights of transformers' experts, [E, 2 I, H] and [E, H, I]."""
+
+
+class PackedStack(NamedTuple):
+    """Matrices of one kind, one for each expert.
+
+    blocks: uint8 [E * N, bytes of a row], expert by expert. columns: K, the values of a row.
+    """
+
+    kind: str
+    blocks: Tensor
+    columns: int
+
+
+def are_plain(module: nn.Module) -> bool:
+    """Whether experts are two matrices each, of which the first has the rows of the gate before
+    those that it gates; `PackedExperts` can stand for these.
+    """
+    told: Mapping[str, Any] = module.__dict__
+    return (
+        {GATE_UP, DOWN} == module._parameters.keys()
+        and hasattr(module, "_apply_gate")
+        and told.get("has_gate", False)
+        and told.get("is_concatenated", True)
+        and not told.get("has_bias", True)
+        and not told.get("is_transposed", True)
+        and not told.get("has_post_expert_norm", False)
+    )
+
+
+class _Groups(NamedTuple):
+    """Tokens by expert. experts, ends: as of `packed_experts`."""
+
+    experts: Tensor
+    ends: Tensor
+
+
+class PackedExperts(PackedModule):
+    """Experts of transformers' layout with packed weights.
+
+    Parameters have the names of `up` and "down_proj": blocks, without gradients.
+
+    Args:
+        plain: the module that this one stands for (see `are_plain`); its weights are dropped, what
+            it does between its products is kept.
+        up: one stack of [E, 2 I, H], or those of the gate and of what it gates, [E, I, H] each.
+        down: [E, H, I].
+        exact: as of `PackedLinear`.
+    """
+
+    def __init__(
+        self, plain: nn.Module, up: Mapping[str, PackedStack], down: PackedStack, *, exact: bool
+    ) -> None:
+        super().__init__()
+        stacks = {**up, DOWN: down}
+        self.num_experts: int = plain._parameters[DOWN].shape[0]  # type: ignore[union-attr]
+        self.kinds = {name: stack.kind for name, stack in stacks.items()}
+        self.columns = {name: stack.columns for name, stack in stacks.items()}
+        self.kind = " and ".join(dict.fromkeys(self.kinds.values()))
+        self.exact, self._up = exact, tuple(up)
+        for name, stack in stacks.items():
+            self.register_parameter(name, nn.Parameter(stack.blocks, requires_grad=False))
+        for name in (GATE_UP, DOWN):
+            plain.register_parameter(name, None)
+        self.gating = plain
+
+    def compute(  # type: ignore[override]  # of these inputs
+        self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+    ) -> Tensor:
+        """The sum over each token's experts, [T, H] in the dtype of `hidden_states`.
+
+        Args:
+            hidden_states: [T, H]. top_k_index: [T, k], each token's experts. top_k_weights: [T, k].
+
+        Raises:
+            ConfigError: gradients are asked for, or there is no such expert.
+        """
+        self.check_gradients(hidden_states)
+        out = torch.empty_like(hidden_states)
+        size = max(1, _MOST_ROWS // max(1, top_k_index.shape[-1]))
+        for start in range(0, len(out), size):
+            some = slice(start, start + size)
+            out[some] = self._sum(hidden_states[some], top_k_index[some], top_k_weights[some])
+        return out
+
+    def _sum(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        chosen, order = top_k_index.flatten().sort(stable=True)
+        experts, counts = chosen.unique_consecutive(return_counts=True)
+        groups = _Groups(experts, counts.cumsum(0))
+        tokens = order // top_k_index.shape[-1]
+        x = hidden_states.index_select(0, tokens)
+        up = torch.cat([self._product(name, x, groups) for name in self._up], dim=-1)
+        gated: Tensor = self.gating._apply_gate(up)  # type: ignore[operator]
+        parts = self._product(DOWN, gated, groups).float()
+        parts *= top_k_weights.flatten().index_select(0, order)[:, None]
+        # By expert, so that a token's sum does not depend on the tokens beside it.
+        return torch.zeros(hidden_states.shape).index_add_(0, tokens, parts)
+
+    def _product(self, name: str, x: Tensor, groups: _Groups) -> Tensor:
+        blocks = self._parameters[name]
+        assert blocks is not None
+        weight = PackedWeight(self.kinds[name], blocks, self.columns[name])
+        per_expert = len(x) // max(1, len(groups.experts))
+        if is_wide_faster(weight.kind, per_expert, exact=self.exact):
+            return self._wide_product(x, weight, groups)
+        return packed_experts(
+            *(x, weight, self.num_experts, groups.experts, groups.ends),
+            exact=self.exact,
+            pool=pool_here(),
+        )
+
+    def _wide_product(self, x: Tensor, weight: PackedWeight, groups: _Groups) -> Tensor:
+        size, begin, parts = weight.rows // self.num_experts, 0, []
+        for expert, end in zip(groups.experts.tolist(), groups.ends.tolist(), strict=True):
+            rows = weight.blocks[expert * size : (expert + 1) * size]
+            one = PackedWeight(weight.kind, rows, weight.columns)
+            parts.append(wide_product(x[begin:end], one))
+            begin = end
+        return torch.cat(parts)
+
+    def extra_repr(self) -> str:
+        kinds = ", ".join(f"{name}={kind}" for name, kind in self.kinds.items())
+        return f"{self.num_experts}, {kinds}, exact={self.exact}"
