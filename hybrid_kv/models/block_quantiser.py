@@ -1,4 +1,5 @@
-"""Packs linear layers into the engine's blocks: while transformers reads a checkpoint, or later.
+"""Packs linear layers and experts into the engine's blocks: while transformers reads a checkpoint,
+or later.
 
 `BlockQuantizer` packs plain weights; what it has in common with those that read packed ones is
 `IntoBlocks`.
@@ -18,20 +19,24 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from hybrid_kv.models.packed_experts import DOWN, GATE_UP, PackedExperts, PackedStack, are_plain
 from hybrid_kv.models.packed_linear import PackedEmbedding, PackedLinear, is_table, packed
 from hybrid_kv.models.weight_kinds import HEAD_BLOCKS
 from hybrid_kv.ops.native.linear import PACKED_KINDS
 
 
 class IntoBlocks(HfQuantizer):
-    """A quantizer that puts `PackedLinear` in the place of linear layers."""
+    """A quantizer that puts packed modules in the place of others."""
 
     def param_needs_quantization(
         self, model: PreTrainedModel, param_name: str, **kwargs: Any
     ) -> bool:
         """Whether a tensor becomes blocks."""
         path, _, leaf = param_name.rpartition(".")
-        return leaf == "weight" and isinstance(model.get_submodule(path), PackedLinear)
+        module = model.get_submodule(path)
+        if isinstance(module, PackedExperts):
+            return leaf in module.kinds
+        return leaf == "weight" and isinstance(module, PackedLinear)
 
     def is_serializable(self) -> bool:
         """Nothing would read the blocks of a folder."""
@@ -51,7 +56,7 @@ class BlockConfig(QuantizationConfigMixin):
     """Settings of `BlockQuantizer`, as `from_pretrained` takes them.
 
     Args:
-        kind: of the linear layers, one that `packed` makes.
+        kind: of linear layers and experts, one that `packed` makes.
         exact: as of `PackedLinear`; the output projection is exact in any case.
     """
 
@@ -62,7 +67,7 @@ class BlockConfig(QuantizationConfigMixin):
 
 @register_quantizer(_METHOD)
 class BlockQuantizer(IntoBlocks):
-    """Packs linear layers whose inputs come in whole blocks, and the output projection.
+    """Packs linear layers and experts whose inputs come in whole blocks, and the output projection.
 
     misfits: names, stored shapes and expected ones of matrices that were left out.
     """
@@ -79,7 +84,7 @@ class BlockQuantizer(IntoBlocks):
         return _Pack(self.misfits)
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
-        pack_linears(model, self.quantization_config)
+        pack_matrices(model, self.quantization_config)
 
     def _process_model_after_weight_loading(
         self, model: PreTrainedModel, **kwargs: Any
@@ -88,8 +93,8 @@ class BlockQuantizer(IntoBlocks):
         return model
 
 
-def pack_linears(model: PreTrainedModel, config: BlockConfig) -> None:
-    """Puts packed modules in the place of linear layers, one after the other.
+def pack_matrices(model: PreTrainedModel, config: BlockConfig) -> None:
+    """Puts packed modules in the place of linear layers and experts, one after the other.
 
     Of weights on the meta device they are empty. What is tied to another weight is left.
     """
@@ -99,6 +104,8 @@ def pack_linears(model: PreTrainedModel, config: BlockConfig) -> None:
         if _comes_in_blocks(module) and should_convert_module(path, kept):
             made = _packed_head(module) if module is head else _packed_linear(module, config)
             model.set_submodule(path, made)
+        elif _are_in_blocks(module) and should_convert_module(path, kept):
+            model.set_submodule(path, _packed_experts(module, config))
 
 
 def pack_tied_table(model: PreTrainedModel) -> None:
@@ -133,6 +140,21 @@ def empty_linear(module: nn.Linear, kind: str, *, exact: bool) -> PackedLinear:
     return PackedLinear(kind, blocks, module.in_features, module.bias, exact=exact)
 
 
+def _packed_experts(module: nn.Module, config: BlockConfig) -> PackedExperts:
+    stacks = {}
+    for name in (GATE_UP, DOWN):
+        weight = module.get_parameter(name).detach()
+        rows, width = weight.flatten(0, 1), weight.shape[-1]
+        if weight.is_meta:
+            size = PACKED_KINDS[config.kind].row_bytes(width)
+            blocks = torch.empty(len(rows), size, dtype=torch.uint8, device="meta")
+        else:
+            blocks = packed(rows, config.kind)
+        stacks[name] = PackedStack(config.kind, blocks, width)
+    down = stacks.pop(DOWN)
+    return PackedExperts(module, stacks, down, exact=config.exact)
+
+
 class _Pack(ConversionOps):
     """Blocks in place of a tensor that was read, for the module that waits for it.
 
@@ -144,22 +166,31 @@ class _Pack(ConversionOps):
         self._misfits = misfits
 
     def convert(self, input_dict: dict[str, Any], *_: Any, **kwargs: Any) -> dict[str, Any]:
-        """By name the blocks of a matrix [N, K]."""
+        """By name the blocks of a matrix [N, K], or of those of all experts, [E, N, K]."""
         model, made = kwargs["model"], {}
         for name, value in input_dict.items():
-            module = model.get_submodule(name.rpartition(".")[0])
-            assert isinstance(module, PackedLinear)
+            path, leaf = name.rpartition(".")[::2]
+            module = model.get_submodule(path)
             matrix = value[0] if isinstance(value, list) else value
-            wanted = torch.Size((module.out_features, module.in_features))
-            if matrix.shape != wanted:
+            assert isinstance(module, PackedExperts | PackedLinear)
+            if matrix.shape != (wanted := module.shape_of(leaf)):
                 self._misfits.add((name, matrix.shape, wanted))
                 continue
-            made[name] = nn.Parameter(packed(matrix, module.kind), requires_grad=False)
+            blocks = packed(matrix.flatten(0, -2), module.kind_of(leaf))
+            made[name] = nn.Parameter(blocks, requires_grad=False)
         return made
 
 
 def _comes_in_blocks(module: nn.Module | None) -> TypeGuard[nn.Linear]:
     return type(module) is nn.Linear and module.in_features % PACKED_KINDS[HEAD_BLOCKS].values == 0
+
+
+def _are_in_blocks(module: nn.Module) -> bool:
+    """Whether these are experts whose rows are whole blocks."""
+    values = PACKED_KINDS[HEAD_BLOCKS].values
+    return are_plain(module) and all(
+        weight.shape[-1] % values == 0 for weight in module.parameters(recurse=False)
+    )
 
 
 def _tied_modules(model: PreTrainedModel) -> Iterator[str]:

@@ -226,16 +226,16 @@ def fill(
             continue
         owner = placed.target.rpartition(".")[0]
         model.set_submodule(owner, _packed(model.get_submodule(owner), placed, dtype, exact))
+    unfit: set[str] = set()
     for owner, stacks in plan.experts.items():
-        experts = model.get_submodule(owner)
         for stack in stacks.values():
             wanted = model.get_parameter(stack.target).shape
             if stack.tensor.shape[::2] != wanted[::2]:  # the rows are looked at in the plan
                 wrong.append((stack.target, stack.tensor.shape, wanted))
-                break
-        else:
+                unfit.add(owner)
+        if owner not in unfit:
             made = {part: _stack(one.tensor) for part, one in stacks.items()}
-            down = made.pop(DOWN)
+            experts, down = model.get_submodule(owner), made.pop(DOWN)
             model.set_submodule(owner, PackedExperts(experts, made, down, exact=exact))
     for target, values in _values((*plan.unpacked, *plan.others), conversion):
         owner, _, leaf = target.rpartition(".")
@@ -254,7 +254,8 @@ def fill(
     for tensor in plan.ignored:
         if tensor.name == _ROPE_FACTORS:
             _stretch_rotation(model, tensor.values())
-    missing = [key for key, weight in model.named_parameters() if weight.is_meta]
+    empty = [key for key, weight in model.named_parameters() if weight.is_meta]
+    missing = [key for key in empty if key.rpartition(".")[0] not in unfit]
     check_tensors(name, {"mismatched_keys": wrong, "missing_keys": missing, "unexpected_keys": ()})
 
 

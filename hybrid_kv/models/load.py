@@ -266,10 +266,10 @@ def _pack_random(
             f"random weights are packed into {' or '.join(BLOCKS)} on the CPU only, got "
             f"weights='{weights}' on '{device}'; leave it out"
         )
-    from hybrid_kv.models.block_quantiser import pack_linears, pack_tied_table
+    from hybrid_kv.models.block_quantiser import pack_matrices, pack_tied_table
 
     config = block_config(weights, exact=exact)
-    pack_linears(model, config)
+    pack_matrices(model, config)
     pack_tied_table(model)
 
 

@@ -84,7 +84,8 @@ class PackedExperts(PackedModule):
             self.register_parameter(name, nn.Parameter(stack.blocks, requires_grad=False))
         for name in (GATE_UP, DOWN):
             plain.register_parameter(name, None)
-        self.gating = plain
+        # No part of this module, or transformers would fill the weights that it has no more.
+        self._plain = (plain,)
 
     def compute(  # type: ignore[override]  # of these inputs
         self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
@@ -105,6 +106,15 @@ class PackedExperts(PackedModule):
             out[some] = self._sum(hidden_states[some], top_k_index[some], top_k_weights[some])
         return out
 
+    def kind_of(self, name: str) -> str:
+        """How a weight is packed."""
+        return self.kinds[name]
+
+    def shape_of(self, name: str) -> torch.Size:
+        """Of its values, [E, N, K]."""
+        rows = self.get_parameter(name).shape[0] // self.num_experts
+        return torch.Size((self.num_experts, rows, self.columns[name]))
+
     def _sum(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         chosen, order = top_k_index.flatten().sort(stable=True)
         experts, counts = chosen.unique_consecutive(return_counts=True)
@@ -112,7 +122,7 @@ class PackedExperts(PackedModule):
         tokens = order // top_k_index.shape[-1]
         x = hidden_states.index_select(0, tokens)
         up = torch.cat([self._product(name, x, groups) for name in self._up], dim=-1)
-        gated: Tensor = self.gating._apply_gate(up)  # type: ignore[operator]
+        gated: Tensor = self._plain[0]._apply_gate(up)  # type: ignore[operator]
         parts = self._product(DOWN, gated, groups).float()
         parts *= top_k_weights.flatten().index_select(0, order)[:, None]
         # By expert, so that a token's sum does not depend on the tokens beside it.

@@ -207,6 +207,14 @@ class PackedModule(nn.Module):
         """The output of the module."""
         raise NotImplementedError
 
+    def kind_of(self, name: str) -> str:
+        """How the weight of that name is packed."""
+        raise NotImplementedError
+
+    def shape_of(self, name: str) -> torch.Size:
+        """Of its values."""
+        raise NotImplementedError
+
     def check_gradients(self, x: Tensor) -> None:
         """Raises ConfigError where gradients are asked for."""
         if x.requires_grad and torch.is_grad_enabled():
@@ -278,6 +286,14 @@ class _OneWeight(PackedModule):
             assert blocks is not None
             known = self._packed = PackedWeight(self.kind, blocks, self.columns)
         return known
+
+    def kind_of(self, name: str) -> str:
+        """How the weight is packed."""
+        return self.kind
+
+    def shape_of(self, name: str) -> torch.Size:
+        """Of its values."""
+        return torch.Size((len(self.weight), self.columns))
 
     def unpacked(self) -> Tensor:
         """All values [rows, columns] in float32, a copy."""

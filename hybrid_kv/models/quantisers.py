@@ -317,7 +317,7 @@ def _check_method(name: str, method: str, weights: str | None) -> None:
 
 
 def _tell_of_plain(name: str, model: PreTrainedModel, weights: str) -> None:
-    """Warns of matrices that were asked for packed and are not, such as stacked experts."""
+    """Warns of matrices that were asked for packed and are not, such as experts with biases."""
     plain = {
         target: weight.nbytes
         for target, weight in model.named_parameters()

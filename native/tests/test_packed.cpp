@@ -135,6 +135,38 @@ int refusal(int64_t num_outputs, int64_t num_inputs, int64_t stride, int64_t tok
                            stride, nullptr, dtype, tokens, inputs, 0, out);
 }
 
+/// Two of three experts have tokens: each is a product of its own.
+void check_experts(const Kind &kind, bool exact, hkv_pool *pool) {
+  constexpr int64_t kRows = 133, kExperts = 3, kTokens = 12, kFirst = 3;
+  const int64_t columns = 512, gap = 5;
+  const Weight weight(kind, kExperts * kRows, columns, gap, 11);
+  const std::vector<float> inputs = random_floats(kTokens * columns, 2);
+  const int64_t experts[] = {2, 1}, ends[] = {kFirst, kTokens};
+  std::vector<float> out(static_cast<size_t>(kTokens * kRows), NAN), alone = out;
+  CHECK_OK(hkv_packed_experts(pool, kind.number, kExperts, kRows, columns, weight.data(),
+                              weight.stride(), HKV_F32, 2, experts, ends, inputs.data(), exact,
+                              out.data()));
+  for (int group = 0; group < 2; ++group) {
+    const int64_t begin = group == 0 ? 0 : kFirst;
+    CHECK_OK(hkv_packed_linear(nullptr, kind.number, kRows, columns,
+                               weight.data() + experts[group] * kRows * weight.stride(),
+                               weight.stride(), nullptr, HKV_F32, ends[group] - begin,
+                               inputs.data() + begin * columns, exact, alone.data() + begin * kRows));
+  }
+  CHECK(std::memcmp(out.data(), alone.data(), out.size() * sizeof(float)) == 0);
+}
+
+int experts_refusal(int64_t num_experts, int64_t groups, int64_t expert, int64_t end, int64_t rows = 2,
+                    bool has_groups = true, bool has_arrays = true) {
+  static const uint8_t weight[18 * 4] = {};
+  static const float inputs[64] = {};
+  static float out[4];
+  const int64_t experts[] = {expert, 0}, ends[] = {end, 2};
+  return hkv_packed_experts(nullptr, HKV_Q4_0, num_experts, rows, 32, has_arrays ? weight : nullptr,
+                            18, HKV_F32, groups, has_groups ? experts : nullptr,
+                            has_groups ? ends : nullptr, inputs, 0, out);
+}
+
 }  // namespace
 
 CLAIM(packed_weights_are_multiplied_as_their_format_says) {
@@ -181,4 +213,32 @@ CLAIM(packed_products_refuse_what_cannot_be) {
   CHECK_REFUSED(refusal(2, kHuge, 18, 1), "sizes");
   CHECK_REFUSED(refusal(2, 32, 18, kHuge), "sizes");
   CHECK_REFUSED(refusal(2, 32, kHuge, 1), "sizes");
+}
+
+CLAIM(tokens_go_to_the_matrix_of_their_expert) {
+  const ScopedPool pool(3);
+  for (const Kind &kind : kKinds)
+    for (const bool exact : {false, true}) {
+      check_experts(kind, exact, nullptr);
+      check_experts(kind, exact, pool.get());
+    }
+}
+
+CLAIM(experts_that_cannot_be_are_refused) {
+  constexpr int64_t kHuge = int64_t{1} << 61;
+  CHECK_OK(experts_refusal(2, 2, 1, 1));
+  CHECK_OK(experts_refusal(2, 0, 1, 1, 2, false));
+  CHECK_OK(experts_refusal(0, 0, 0, 0));
+  CHECK_OK(experts_refusal(2, 2, 1, 1, 0));
+  CHECK_REFUSED(experts_refusal(-1, 0, 1, 1), "at least 0");
+  CHECK_REFUSED(experts_refusal(2, -1, 1, 1), "at least 0");
+  CHECK_REFUSED(experts_refusal(2, 2, 2, 1), "numbers of matrices");
+  CHECK_REFUSED(experts_refusal(2, 2, -1, 1), "numbers of matrices");
+  CHECK_REFUSED(experts_refusal(2, 2, 1, 0), "ascend");
+  CHECK_REFUSED(experts_refusal(2, 2, 1, 2), "ascend");
+  CHECK_REFUSED(experts_refusal(2, 1, 1, -1), "at least 0");
+  CHECK_REFUSED(experts_refusal(2, 2, 1, 1, 2, false), "NULL");
+  CHECK_REFUSED(experts_refusal(2, 2, 1, 1, 2, true, false), "NULL");
+  CHECK_REFUSED(experts_refusal(kHuge, 1, 1, 1), "sizes");
+  CHECK_REFUSED(experts_refusal(2, 1, 1, kHuge), "sizes");
 }

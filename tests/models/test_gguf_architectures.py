@@ -78,8 +78,18 @@ def model_of(kind: str) -> PreTrainedModel:
     return model
 
 
-def write(path: Path, kind: str, architecture: str) -> Path:
-    """A file of random weights in the shapes of a small model."""
+def write(
+    path: Path,
+    kind: str,
+    architecture: str,
+    stored: Mapping[str, str] | None = None,
+    wider: str = "",
+) -> Path:
+    """A file of random weights in the shapes of a small model.
+
+    stored: by a part of their names, kinds of tensors; the others take turns. wider: a part of the
+    names of tensors whose rows have a block more.
+    """
     model = model_of(kind)
     writer = gguf.GGUFWriter(path, architecture)
     keys: Mapping[str, Any] = GGUF_CONFIG_MAPPING[kind.removesuffix("_text")]
@@ -104,9 +114,12 @@ def write(path: Path, kind: str, architecture: str) -> Path:
                 continue
             done.add(known)
             if len(shape) > 1 and "norm" not in known and "gate_inp" not in known:
-                blocks = KINDS[at % 3]
+                told = (value for part, value in (stored or {}).items() if part in known)
+                blocks = next(told, KINDS[at % 3])
                 raw = gguf.GGMLQuantizationType[blocks]
-                writer.add_tensor(known, packed(blocks, shape, rng), raw_dtype=raw)
+                width = shape[-1] + (32 if wider and wider in known else 0)
+                values = packed(blocks, (*shape[:-1], width), rng)
+                writer.add_tensor(known, values, raw_dtype=raw)
             else:
                 writer.add_tensor(known, 1 + rng.standard_normal(shape, dtype=np.float32) / 10)
     finish(writer)

@@ -18,10 +18,10 @@ from transformers import (
     BitsAndBytesConfig,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
     PreTrainedModel,
 )
 
@@ -189,9 +189,9 @@ def test_random_weights_are_packed_too() -> None:
 
 @needs_engine
 def test_matrices_that_stay_plain_are_told_of(tmp_path: Path) -> None:
-    """Stacked experts are parameters, and no linear layers."""
+    """Experts of a layout that `PackedExperts` does not know: with biases, transposed."""
     torch.manual_seed(0)
-    model = MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=4, head_dim=16))
+    model = GptOssForCausalLM(GptOssConfig(**SIZES, num_local_experts=4, head_dim=16))
     with pytest.warns(
         WeightsWarning, match=r"experts\..*, for one\) stay in float32 and take . MiB"
     ):

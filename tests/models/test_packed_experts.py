@@ -1,0 +1,253 @@
+"""Experts whose weights stay packed, of GGUF files and as checkpoints are read."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+pytest.importorskip("gguf", reason="the package gguf is not installed")
+
+import hybrid_kv as hkv
+from hybrid_kv.errors import ConfigError, ModelNotFoundError
+from hybrid_kv.models.load import load_model
+from hybrid_kv.models.packed_experts import PackedExperts, PackedStack, are_plain
+from hybrid_kv.models.packed_linear import packed, unpacked
+from hybrid_kv.models.prompt_layers import MIN_TOKENS
+from hybrid_kv.planning.plan import model_facts
+from tests.models.test_gguf_architectures import assert_as_transformers, write
+from tests.models.test_packed_prompts import OWN, WIDE, trials_end
+from tests.models.test_weights import SIZES, saved
+from tests.ops.native.engines import needs_engine
+
+pytestmark = needs_engine
+EXPERTS, CHOSEN, HIDDEN, INNER = 5, 2, 64, 32
+
+
+def plain_experts() -> nn.Module:
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        num_experts=EXPERTS, hidden_size=HIDDEN, moe_intermediate_size=INNER, hidden_act="silu"
+    )
+    config._experts_implementation = "eager"
+    experts = Qwen3MoeExperts(config)
+    for weight in experts.parameters():
+        nn.init.normal_(weight, std=0.2)
+    return experts.eval().requires_grad_(False)
+
+
+def of_plain(experts: nn.Module, *, exact: bool = True, is_whole: bool = False) -> PackedExperts:
+    """The packed form of experts, whose own weights become what the blocks hold.
+
+    is_whole: the gate and what it gates are one weight, as in a checkpoint; else two, as in a file.
+    """
+
+    def stack(weight: Tensor, kind: str) -> PackedStack:
+        blocks = packed(weight.flatten(0, 1), kind)
+        weight.copy_(unpacked(blocks, kind).view_as(weight))
+        return PackedStack(kind, blocks, weight.shape[-1])
+
+    up, down = experts.get_parameter("gate_up_proj"), experts.get_parameter("down_proj")
+    if is_whole:
+        parts = {"gate_up_proj": stack(up, "Q4_1")}
+    else:
+        gate, gated = up.split(INNER, dim=1)
+        parts = {"gate_proj": stack(gate, "Q4_1"), "up_proj": stack(gated, "Q8_0")}
+    return PackedExperts(copy.deepcopy(experts), parts, stack(down, "Q8_0"), exact=exact)
+
+
+def routed(tokens: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens, each one's experts, and their shares; the third expert gets none."""
+    draw = torch.Generator().manual_seed(tokens)
+    chosen = torch.rand(tokens, EXPERTS, generator=draw).index_fill(1, torch.tensor([2]), -1.0)
+    index = chosen.topk(CHOSEN).indices
+    shares = torch.rand(tokens, CHOSEN, generator=draw)
+    return torch.randn(tokens, HIDDEN, generator=draw).to(dtype), index, shares
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 3, 70, 8_201])
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_tokens_get_the_sum_of_their_experts(tokens: int, is_whole: bool) -> None:
+    plain = plain_experts()
+    experts = of_plain(plain, is_whole=is_whole)
+    inputs = routed(tokens)
+    out, wanted = experts(*inputs), plain(*inputs)
+    assert out.shape == wanted.shape
+    assert (out - wanted).norm() <= 2e-4 * wanted.norm()
+
+
+def test_a_dtype_of_16_bits_is_kept() -> None:
+    plain = plain_experts()
+    experts, inputs = of_plain(plain), routed(9, torch.bfloat16)
+    out = experts(*inputs)
+    assert out.dtype == torch.bfloat16
+    wanted = plain(inputs[0].float(), *inputs[1:])
+    assert (out - wanted).norm() < 1e-2 * wanted.norm()
+
+
+def test_many_tokens_of_an_expert_go_the_way_that_a_trial_found_faster(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plain = plain_experts()
+    experts, many = of_plain(plain, exact=False), routed(MIN_TOKENS * EXPERTS)
+    wanted = plain(*many)
+    errors = []
+    for end in (OWN, WIDE):
+        tried = trials_end(monkeypatch, end)
+        errors.append(float((experts(*many) - wanted).norm() / wanted.norm()))
+        experts(*routed(3))
+        assert {kind for kind, _, exact in tried if not exact} == {"Q4_1", "Q8_0"}
+        assert len(tried) == 2, "few tokens are not asked about"
+    assert 1e-3 < errors[0] < 2e-2
+    assert errors[1] < 1e-6
+
+
+def test_an_expert_that_there_is_not_is_refused() -> None:
+    x, index, shares = routed(3)
+    index[1, 0] = EXPERTS
+    with pytest.raises(ConfigError, match="experts must be numbers of matrices"):
+        of_plain(plain_experts())(x, index, shares)
+
+
+def test_copies_and_pickles_hold_the_weights() -> None:
+    experts, inputs = of_plain(plain_experts()), routed(5)
+    wanted = experts(*inputs)
+    for same in (copy.deepcopy(experts), pickle.loads(pickle.dumps(experts))):
+        assert torch.equal(same(*inputs), wanted)
+
+
+def test_what_packed_experts_cannot_is_refused() -> None:
+    experts, (x, *others) = of_plain(plain_experts()), routed(5)
+    with pytest.raises(ConfigError, match="packed in Q4_1 and Q8_0 give no gradients"):
+        experts(x.requires_grad_(), *others)
+    with pytest.raises(ConfigError, match="has no state_dict"):
+        experts.state_dict()
+    with pytest.raises(ConfigError, match="must stay bytes on the CPU"):
+        experts.to(torch.device("cuda")) if torch.cuda.is_available() else experts._apply(
+            lambda tensor: tensor.float()
+        )
+
+
+def test_a_graph_of_torch_compile_is_cut_around_them() -> None:
+    experts, inputs = of_plain(plain_experts()), routed(5)
+    compiled = torch.compile(experts, backend="eager")
+    with torch.no_grad():
+        assert torch.equal(compiled(*inputs), experts(*inputs))
+
+
+def test_experts_of_another_layout_are_left() -> None:
+    experts = plain_experts()
+    assert are_plain(experts)
+    for name, value in (
+        *(("has_bias", True), ("is_transposed", True), ("is_concatenated", False)),
+        *(("has_gate", False), ("has_post_expert_norm", True)),
+    ):
+        other = copy.deepcopy(experts)
+        setattr(other, name, value)
+        assert not are_plain(other), name
+    assert not are_plain(nn.Linear(3, 4))
+
+
+# Files ------------------------------------------------------------------------------------------
+
+FILE = {"ffn_gate_exps": "Q4_0", "ffn_up_exps": "Q5_1", "ffn_down_exps": "Q8_0"}
+
+
+def test_a_files_experts_stay_in_their_kinds(tmp_path: Path) -> None:
+    path = write(tmp_path / "moe.gguf", "qwen3_moe", "qwen3moe", FILE)
+    model = assert_as_transformers(path)
+    experts = [part for part in model.modules() if isinstance(part, PackedExperts)]
+    assert len(experts) == 2
+    assert experts[0].kinds == {"gate_proj": "Q4_0", "up_proj": "Q5_1", "down_proj": "Q8_0"}
+    assert not any(weight.ndim > 2 for weight in model.parameters()), "nothing is unpacked"
+
+
+def test_experts_of_which_one_matrix_is_plain_are_unpacked_and_it_is_said(tmp_path: Path) -> None:
+    path = write(tmp_path / "moe.gguf", "qwen3_moe", "qwen3moe", {**FILE, "ffn_up_exps": "F16"})
+    model = assert_as_transformers(path, unpacked=True)
+    assert not any(isinstance(part, PackedExperts) for part in model.modules())
+
+
+def test_matrices_of_another_shape_are_named(tmp_path: Path) -> None:
+    path = write(tmp_path / "moe.gguf", "qwen3_moe", "qwen3moe", FILE, wider="ffn_down_exps")
+    with pytest.raises(
+        ModelNotFoundError,
+        match=r"json: 2 tensors are of.*experts\.down_proj is \[4, 96, 800\] instead of \[4, 96, 7",
+    ):
+        load_model(path, dtype="float32", device="cpu")
+
+
+def test_with_every_budget_open_answers_are_those_of_the_full_cache(tmp_path: Path) -> None:
+    path = write(tmp_path / "moe.gguf", "qwen3_moe", "qwen3moe", FILE)
+    tokens, answers = torch.arange(3, 50)[None], []
+    for config in ("full", {"method": "hybrid", "page_size": 4, "top_k": "all"}):
+        with hkv.load(str(path), config=config, dtype="float32", exact_products=True) as llm:
+            answers.append(llm.generate(tokens, max_new_tokens=9).token_ids)
+    assert answers[0] == answers[1]
+
+
+def test_plans_count_the_experts_that_a_token_reads(tmp_path: Path) -> None:
+    path = write(tmp_path / "moe.gguf", "qwen3_moe", "qwen3moe", FILE)
+    facts = model_facts(path, dtype="float32")
+    experts = 2 * 4 * 768 * 96  # layers, experts, rows, columns
+    stored = {"Q4_0": 18, "Q5_1": 24, "Q8_0": 34}
+    of_experts = sum(experts // 32 * size for size in stored.values())
+    assert sum(facts.weights.values()) == facts.weight_bytes >= of_experts
+    assert facts.weights["Q4_0"] == experts // 32 * 18
+    assert facts.weight_bytes - facts.read_bytes >= of_experts // 2, "two of four"
+
+
+# Checkpoints ------------------------------------------------------------------------------------
+
+
+def mixtral() -> MixtralForCausalLM:
+    torch.manual_seed(0)
+    return MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=4, head_dim=16))
+
+
+@pytest.mark.parametrize(("weights", "kind"), [("int4", "Q4_1"), ("int8", "Q8_0")])
+def test_a_checkpoints_experts_are_packed_as_it_is_read(
+    weights: str, kind: str, tmp_path: Path
+) -> None:
+    model = mixtral()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = load_model(saved(tmp_path, model), device="cpu", weights=weights)
+    for name in ("gate_up_proj", "down_proj"):
+        path = f"model.layers.1.mlp.experts.{name}"
+        expected = packed(model.get_parameter(path).detach().flatten(0, 1), kind)
+        assert torch.equal(found.get_parameter(path), expected)
+
+
+def test_a_checkpoints_logits_are_those_of_what_its_blocks_hold(tmp_path: Path) -> None:
+    plain = mixtral().eval()
+    found = load_model(saved(tmp_path, plain), device="cpu", weights="int8", exact_products=True)
+    for name, weight in found.named_parameters():
+        own = plain.get_parameter(name)
+        values = unpacked(weight, "Q8_0") if weight.dtype == torch.uint8 else weight
+        own.data.copy_(values.view_as(own))
+    tokens = torch.arange(3, 40)[None]
+    with torch.no_grad():
+        got, wanted = found(tokens).logits, plain(tokens).logits
+    assert (got - wanted).norm() < 1e-3 * wanted.norm()
+
+
+def test_an_expert_of_another_shape_is_refused_by_its_name(tmp_path: Path) -> None:
+    file = saved(tmp_path, mixtral()) / "model.safetensors"
+    tensors: dict[str, Any] = load_file(file)
+    for name in [name for name in tensors if ".layers.0." in name and ".w2." in name]:
+        tensors[name] = torch.zeros(96, 128)
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(
+        ModelNotFoundError, match=r"experts\.down_proj is \[4, 96, 128\] instead of \[4, 96, 160\]"
+    ):
+        load_model(tmp_path, device="cpu", weights="int8")
