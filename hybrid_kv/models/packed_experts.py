@@ -50,7 +50,7 @@ def are_plain(module: nn.Module) -> bool:
     )
 
 
-class _Groups(NamedTuple):
+class _Routed(NamedTuple):
     """Tokens by expert. experts, ends: as of `packed_experts`."""
 
     experts: Tensor
@@ -107,7 +107,7 @@ class PackedExperts(PackedModule):
         return out
 
     def kind_of(self, name: str) -> str:
-        """How a weight is packed."""
+        """Kind of the blocks of a weight."""
         return self.kinds[name]
 
     def shape_of(self, name: str) -> torch.Size:
@@ -118,7 +118,7 @@ class PackedExperts(PackedModule):
     def _sum(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         chosen, order = top_k_index.flatten().sort(stable=True)
         experts, counts = chosen.unique_consecutive(return_counts=True)
-        groups = _Groups(experts, counts.cumsum(0))
+        groups = _Routed(experts, counts.cumsum(0))
         tokens = order // top_k_index.shape[-1]
         x = hidden_states.index_select(0, tokens)
         up = torch.cat([self._product(name, x, groups) for name in self._up], dim=-1)
@@ -128,7 +128,7 @@ class PackedExperts(PackedModule):
         # By expert, so that a token's sum does not depend on the tokens beside it.
         return torch.zeros(hidden_states.shape).index_add_(0, tokens, parts)
 
-    def _product(self, name: str, x: Tensor, groups: _Groups) -> Tensor:
+    def _product(self, name: str, x: Tensor, groups: _Routed) -> Tensor:
         blocks = self._parameters[name]
         assert blocks is not None
         weight = PackedWeight(self.kinds[name], blocks, self.columns[name])
@@ -141,7 +141,7 @@ class PackedExperts(PackedModule):
             pool=pool_here(),
         )
 
-    def _wide_product(self, x: Tensor, weight: PackedWeight, groups: _Groups) -> Tensor:
+    def _wide_product(self, x: Tensor, weight: PackedWeight, groups: _Routed) -> Tensor:
         size, begin, parts = weight.rows // self.num_experts, 0, []
         for expert, end in zip(groups.experts.tolist(), groups.ends.tolist(), strict=True):
             rows = weight.blocks[expert * size : (expert + 1) * size]

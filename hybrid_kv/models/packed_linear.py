@@ -208,7 +208,7 @@ class PackedModule(nn.Module):
         raise NotImplementedError
 
     def kind_of(self, name: str) -> str:
-        """How the weight of that name is packed."""
+        """Kind of the blocks of the weight of that name."""
         raise NotImplementedError
 
     def shape_of(self, name: str) -> torch.Size:
@@ -288,7 +288,7 @@ class _OneWeight(PackedModule):
         return known
 
     def kind_of(self, name: str) -> str:
-        """How the weight is packed."""
+        """Kind of its blocks."""
         return self.kind
 
     def shape_of(self, name: str) -> torch.Size:
