@@ -23,7 +23,8 @@ enum hkv_packed_kind {
   HKV_Q4_K = 12,
   HKV_Q5_K = 13,
   HKV_Q6_K = 14,
-  HKV_IQ4_NL = 20
+  HKV_IQ4_NL = 20,
+  HKV_MXFP4 = 39
 };
 
 /* out[t, n] = bias[n] + sum over k of inputs[t, k] weight[n, k].

@@ -26,8 +26,8 @@ template <typename Kind>
 constexpr bool kPairs = false;
 template <int Kind, int Bits, bool HasMin>
 constexpr bool kPairs<Simple<Kind, Bits, HasMin>> = true;
-template <>
-constexpr bool kPairs<IQ4_NL> = true;
+template <int Kind, int ScaleBytes, const int8_t (&Of)[16]>
+constexpr bool kPairs<Levels<Kind, ScaleBytes, Of>> = true;
 
 template <typename Kind>
 constexpr bool kBiased = HKV_PACKED_VNNI && Kind::kSigned;
@@ -63,8 +63,8 @@ inline __m256i upper_bits(__m256i bytes) {
                                    : _mm256_srli_epi16(bytes, Shift > 4 ? Shift - 4 : 0);
   return _mm256_and_si256(moved, bytes_of(48));
 }
-inline __m256i levels_of(__m256i nibbles) {
-  return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(load_16(IQ4_NL::kLevels)), nibbles);
+inline __m256i levels_of(const int8_t *levels, __m256i nibbles) {
+  return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(load_16(levels)), nibbles);
 }
 
 // ---- One row.
@@ -89,6 +89,19 @@ inline void first_halves(const uint8_t *blocks, __m256 &first, __m256 &second) {
   second = _mm256_cvtph_ps(_mm_unpackhi_epi64(low, high));
 }
 
+/// The scales of eight blocks that begin with a power of two, as `half_power`.
+template <typename Kind>
+inline __m256 first_powers(const uint8_t *blocks) {
+  const auto at = [&](int block) { return static_cast<int>(blocks[block * Kind::kBytes]); };
+  const __m256i exponents =
+      _mm256_setr_epi32(at(0), at(1), at(2), at(3), at(4), at(5), at(6), at(7));
+  const __m256i one = _mm256_set1_epi32(1);
+  const __m256i normal = _mm256_slli_epi32(_mm256_sub_epi32(exponents, one), 23);
+  const __m256i small = _mm256_sllv_epi32(_mm256_set1_epi32(0x00200000), exponents);
+  return _mm256_castsi256_ps(
+      _mm256_blendv_epi8(small, normal, _mm256_cmpgt_epi32(exponents, one)));
+}
+
 template <typename Kind>
 constexpr int kChunkBytes = kChunkValues / Kind::kValues * Kind::kBytes;
 
@@ -106,8 +119,11 @@ struct ShortRow {
   static constexpr int kVectors = 1;  // of scales, for a chunk
   /// Of a chunk's first `count` blocks; 0 behind them, whatever lies there. Those are read, too.
   HKV_INLINE static void scales(const uint8_t *blocks, int count, __m256 *scales, __m256 *offsets) {
-    __m256 second;
-    first_halves<Kind>(blocks, scales[0], second);
+    __m256 second = _mm256_setzero_ps();
+    if constexpr (Kind::kBytes == 17)
+      scales[0] = first_powers<Kind>(blocks);
+    else
+      first_halves<Kind>(blocks, scales[0], second);
     if (count < 8) {
       const __m256 kept = _mm256_castsi256_ps(_mm256_cmpgt_epi32(
           _mm256_set1_epi32(count), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7)));
@@ -160,13 +176,13 @@ struct RowCodes<Q8_0> : ShortRow<Q8_0> {
   }
 };
 
-template <>
-struct RowCodes<IQ4_NL> : ShortRow<IQ4_NL> {
+template <int Kind, int ScaleBytes, const int8_t (&Of)[16]>
+struct RowCodes<Levels<Kind, ScaleBytes, Of>> : ShortRow<Levels<Kind, ScaleBytes, Of>> {
   HKV_INLINE static void pair(const uint8_t *first, const uint8_t *second, __m256i &low,
                               __m256i &high) {
-    split_pair(first + 2, second + 2, low, high);
-    low = levels_of(low);
-    high = levels_of(high);
+    split_pair(first + ScaleBytes, second + ScaleBytes, low, high);
+    low = levels_of(Of, low);
+    high = levels_of(Of, high);
   }
 };
 
@@ -326,14 +342,14 @@ struct PanelCodes<Q8_0> {
   }
 };
 
-template <>
-struct PanelCodes<IQ4_NL> {
+template <int Kind, int ScaleBytes, const int8_t (&Of)[16]>
+struct PanelCodes<Levels<Kind, ScaleBytes, Of>> {
   template <typename Put>
   HKV_INLINE static void codes(const uint8_t *const rows[8], int64_t at, const Put &put) {
     __m256i quads[4];
-    load_quads(rows, at + 2, quads);
-    for (int i = 0; i < 4; ++i) put(i, levels_of(low_nibbles(quads[i])));
-    for (int i = 0; i < 4; ++i) put(i + 4, levels_of(high_nibbles(quads[i])));
+    load_quads(rows, at + ScaleBytes, quads);
+    for (int i = 0; i < 4; ++i) put(i, levels_of(Of, low_nibbles(quads[i])));
+    for (int i = 0; i < 4; ++i) put(i + 4, levels_of(Of, high_nibbles(quads[i])));
   }
 };
 

@@ -56,21 +56,39 @@ struct Q8_0 {
   }
 };
 
-/// As Q4_0, with 16 levels that are denser around zero.
-struct IQ4_NL {
-  static constexpr int kKind = HKV_IQ4_NL, kValues = 32, kScaleValues = 32, kBytes = 18, kBits = 8;
+/// 2^(exponent - 128): half of what the exponent stands for, since MXFP4's levels are doubled.
+inline float half_power(uint8_t exponent) {
+  const uint32_t bits = exponent < 2 ? 0x00200000u << exponent : (exponent - 1u) << 23;
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+constexpr int8_t kNonlinear[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
+                                   1,    13,   25,  38,  53,  69,  89,  113};
+/// Twice the floats of four bits, with a sign, two bits of exponent and one of mantissa.
+constexpr int8_t kDoubledFloats[16] = {0, 1,  2,  3,  4,  6,  8,  12,
+                                       0, -1, -2, -3, -4, -6, -8, -12};
+
+/// As Q4_0, with 16 levels that are denser around zero. The scale is a 16-bit float, or of one byte a
+/// power of two.
+template <int Kind, int ScaleBytes, const int8_t (&Of)[16]>
+struct Levels {
+  static constexpr int kKind = Kind, kValues = 32, kScaleValues = 32, kBits = 8;
+  static constexpr int kLow = ScaleBytes, kBytes = kLow + 16;
   static constexpr bool kHasMin = false, kHasOffset = false, kSigned = true;
-  static constexpr int8_t kLevels[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
-                                         1,    13,   25,  38,  53,  69,  89,  113};
+  static constexpr const int8_t *kLevels = Of;
 
   static void decode(const uint8_t *block, int8_t *codes, float *scales, float *) {
-    scales[0] = half_at(block);
+    scales[0] = ScaleBytes == 1 ? half_power(block[0]) : half_at(block);
     for (int i = 0; i < 16; ++i) {
-      codes[i] = kLevels[block[2 + i] & 15];
-      codes[i + 16] = kLevels[block[2 + i] >> 4];
+      codes[i] = kLevels[block[kLow + i] & 15];
+      codes[i + 16] = kLevels[block[kLow + i] >> 4];
     }
   }
 };
+using IQ4_NL = Levels<HKV_IQ4_NL, 2, kNonlinear>;
+using MXFP4 = Levels<HKV_MXFP4, 1, kDoubledFloats>;
 
 /// The 6-bit scales and minima of the eight parts of a block of Q4_K or Q5_K, from their 12 bytes:
 /// four and four of which the upper bits belong to parts 4 to 7, then these parts' lower halves.
@@ -146,10 +164,11 @@ void with_kind(int32_t kind, Body &&body) {
     case HKV_Q5_K: return body(Q5_K());
     case HKV_Q6_K: return body(Q6_K());
     case HKV_IQ4_NL: return body(IQ4_NL());
+    case HKV_MXFP4: return body(MXFP4());
     default:
       throw Invalid(
           "kind must be Q4_0 (2), Q4_1 (3), Q5_0 (6), Q5_1 (7), Q8_0 (8), Q4_K (12), Q5_K (13), "
-          "Q6_K (14) or IQ4_NL (20)");
+          "Q6_K (14), IQ4_NL (20) or MXFP4 (39)");
   }
 }
 

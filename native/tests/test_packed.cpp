@@ -16,6 +16,7 @@ constexpr Kind kKinds[] = {
     {HKV_Q4_0, 32, 18},   {HKV_Q4_1, 32, 20},   {HKV_Q5_0, 32, 22},
     {HKV_Q5_1, 32, 24},   {HKV_Q8_0, 32, 34},   {HKV_Q4_K, 256, 144},
     {HKV_Q5_K, 256, 176}, {HKV_Q6_K, 256, 210}, {HKV_IQ4_NL, 32, 18},
+    {HKV_MXFP4, 32, 17},
 };
 
 double half_of(const uint8_t *at) {
@@ -33,6 +34,7 @@ double value_of(const Kind &kind, const uint8_t *block, int i) {
   const auto fifth = [&](const uint8_t *from) { return (from[i / 8] >> i % 8 & 1) * 16; };
   static const int levels[] = {-127, -104, -83, -65, -49, -35, -22, -10,
                                1,    13,   25,  38,  53,  69,  89,  113};
+  static const double floats[] = {0, .5, 1, 1.5, 2, 3, 4, 6, -0., -.5, -1, -1.5, -2, -3, -4, -6};
   switch (kind.number) {
     case HKV_Q4_0: return scale * (nibble(block + 2) - 8);
     case HKV_Q4_1: return scale * nibble(block + 4) + half_of(block + 2);
@@ -40,6 +42,7 @@ double value_of(const Kind &kind, const uint8_t *block, int i) {
     case HKV_Q5_1: return scale * (nibble(block + 8) + fifth(block + 4)) + half_of(block + 2);
     case HKV_Q8_0: return scale * static_cast<int8_t>(block[2 + i]);
     case HKV_IQ4_NL: return scale * levels[nibble(block + 2)];
+    case HKV_MXFP4: return std::ldexp(floats[nibble(block + 1)], block[0] - 127);
     case HKV_Q6_K: {
       const int part = i / 32 % 4, at = i / 128 * 64 + part % 2 * 32 + i % 32;
       const int low = block[at] >> part / 2 * 4 & 15;
@@ -85,6 +88,7 @@ class Weight {
           scale[2 * i] = static_cast<uint8_t>(random.bits());
           scale[2 * i + 1] = static_cast<uint8_t>(0x20 | (random.bits() & 0x83));
         }
+        if (kind.number == HKV_MXFP4) *scale = static_cast<uint8_t>(120 + random.bits() % 4);
       }
   }
 

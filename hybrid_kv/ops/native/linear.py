@@ -185,6 +185,7 @@ PACKED_KINDS: Mapping[str, PackedKind] = MappingProxyType(
             PackedKind("Q5_K", 256, 176, 13),
             PackedKind("Q6_K", 256, 210, 14),
             PackedKind("IQ4_NL", 32, 18, 20),
+            PackedKind("MXFP4", 32, 17, 39),
         )
     }
 )

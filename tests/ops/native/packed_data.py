@@ -10,7 +10,7 @@ from torch import Tensor
 from hybrid_kv.ops.native.linear import PACKED_KINDS, PackedWeight
 
 _SCALES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
-"""Places of 16-bit floats in a block; others have one at its beginning."""
+"""Places of 16-bit floats in a block; others have one at its beginning, or a power of two."""
 
 
 def random_weight(kind: str, rows: int, columns: int, gap: int = 0) -> PackedWeight:
@@ -23,6 +23,9 @@ def random_weight(kind: str, rows: int, columns: int, gap: int = 0) -> PackedWei
     codes = np.random.default_rng(rows + columns)
     blocks = codes.integers(0, 256, (rows, row_bytes // known.bytes, known.bytes), dtype=np.uint8)
     for place in _SCALES.get(kind, (0,)):
+        if kind == "MXFP4":  # a power of two, which both signs of its values have
+            blocks[..., 0] = codes.integers(119, 121, blocks.shape[:2])
+            continue
         scales = codes.uniform(0.01, 0.02, blocks.shape[:2]) * codes.choice(
             [-1, 1], blocks.shape[:2]
         )
