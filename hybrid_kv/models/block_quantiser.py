@@ -19,7 +19,14 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from hybrid_kv.models.packed_experts import DOWN, GATE_UP, PackedExperts, PackedStack, are_plain
+from hybrid_kv.models.packed_experts import (
+    DOWN,
+    GATE_UP,
+    PackedExperts,
+    PackedStack,
+    can_be_packed,
+    rows_of,
+)
 from hybrid_kv.models.packed_linear import PackedEmbedding, PackedLinear, is_table, packed
 from hybrid_kv.models.weight_kinds import HEAD_BLOCKS
 from hybrid_kv.ops.native.linear import PACKED_KINDS
@@ -141,18 +148,27 @@ def empty_linear(module: nn.Linear, kind: str, *, exact: bool) -> PackedLinear:
 
 
 def _packed_experts(module: nn.Module, config: BlockConfig) -> PackedExperts:
-    stacks = {}
+    if rows_of(module, DOWN).is_meta:
+        return empty_experts(module, config.kind, exact=config.exact)
+    made = {}
     for name in (GATE_UP, DOWN):
-        weight = module.get_parameter(name).detach()
-        rows, width = weight.flatten(0, 1), weight.shape[-1]
-        if weight.is_meta:
-            size = PACKED_KINDS[config.kind].row_bytes(width)
-            blocks = torch.empty(len(rows), size, dtype=torch.uint8, device="meta")
-        else:
-            blocks = packed(rows, config.kind)
-        stacks[name] = PackedStack(config.kind, blocks, width)
-    down = stacks.pop(DOWN)
-    return PackedExperts(module, stacks, down, exact=config.exact)
+        rows = rows_of(module, name)
+        blocks = packed(rows.flatten(0, 1), config.kind)
+        made[name] = PackedStack(config.kind, blocks, rows.shape[-1])
+    down = made.pop(DOWN)
+    return PackedExperts(module, made, down, exact=config.exact)
+
+
+def empty_experts(module: nn.Module, kind: str, *, exact: bool) -> PackedExperts:
+    """A module for the place of experts, whose blocks are still to be read."""
+    empty = {}
+    for name in (GATE_UP, DOWN):
+        experts, rows, columns = rows_of(module, name).shape
+        size = PACKED_KINDS[kind].row_bytes(columns)
+        blocks = torch.empty(experts * rows, size, dtype=torch.uint8, device="meta")
+        empty[name] = PackedStack(kind, blocks, columns)
+    down = empty.pop(DOWN)
+    return PackedExperts(module, empty, down, exact=exact)
 
 
 class _Pack(ConversionOps):
@@ -173,6 +189,8 @@ class _Pack(ConversionOps):
             module = model.get_submodule(path)
             matrix = value[0] if isinstance(value, list) else value
             assert isinstance(module, PackedExperts | PackedLinear)
+            if isinstance(module, PackedExperts) and module.is_transposed:
+                matrix = matrix.mT
             if matrix.shape != (wanted := module.shape_of(leaf)):
                 self._misfits.add((name, matrix.shape, wanted))
                 continue
@@ -188,8 +206,8 @@ def _comes_in_blocks(module: nn.Module | None) -> TypeGuard[nn.Linear]:
 def _are_in_blocks(module: nn.Module) -> bool:
     """Whether these are experts whose rows are whole blocks."""
     values = PACKED_KINDS[HEAD_BLOCKS].values
-    return are_plain(module) and all(
-        weight.shape[-1] % values == 0 for weight in module.parameters(recurse=False)
+    return can_be_packed(module) and all(
+        rows_of(module, name).shape[-1] % values == 0 for name in (GATE_UP, DOWN)
     )
 
 

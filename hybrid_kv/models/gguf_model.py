@@ -23,7 +23,13 @@ from hybrid_kv.errors import ModelNotFoundError
 from hybrid_kv.models.checkpoint import check_tensors, one_sentence
 from hybrid_kv.models.gguf_conversion import Conversion, RowOrder
 from hybrid_kv.models.gguf_file import GgufFile, GgufTensor
-from hybrid_kv.models.packed_experts import DOWN, GATE_UP, PackedExperts, PackedStack, are_plain
+from hybrid_kv.models.packed_experts import (
+    DOWN,
+    GATE_UP,
+    PackedExperts,
+    PackedStack,
+    is_as_in_files,
+)
 from hybrid_kv.models.packed_linear import PackedEmbedding, PackedLinear, is_table
 from hybrid_kv.models.weight_kinds import StoredWeight
 from hybrid_kv.ops.native.linear import PACKED_KINDS
@@ -187,7 +193,7 @@ def _expert_part(
     name, _, leaf = target.rpartition(".")
     if tensor.kind not in PACKED_KINDS or len(tensor.shape) != 3:
         return None
-    if leaf not in (GATE_UP, DOWN) or not are_plain(model.get_submodule(name)):
+    if leaf not in (GATE_UP, DOWN) or not is_as_in_files(model.get_submodule(name)):
         return None
     rows, count = conversion.stacked_rows(tensor), model.get_parameter(target).shape[1]
     if rows == slice(0, count):

@@ -34,20 +34,40 @@ class PackedStack(NamedTuple):
     columns: int
 
 
-def are_plain(module: nn.Module) -> bool:
-    """Whether experts are two matrices each, of which the first has the rows of the gate before
-    those that it gates; `PackedExperts` can stand for these.
+def can_be_packed(module: nn.Module) -> bool:
+    """Whether `PackedExperts` can stand for a module: experts of two matrices and a gate between
+    them, with biases or without.
     """
-    told: Mapping[str, Any] = module.__dict__
+    names = set(module._parameters)
     return (
-        {GATE_UP, DOWN} == module._parameters.keys()
+        names in ({GATE_UP, DOWN}, {GATE_UP, DOWN, _bias(GATE_UP), _bias(DOWN)})
         and hasattr(module, "_apply_gate")
-        and told.get("has_gate", False)
+        and module.__dict__.get("has_gate", False)
+        and not module.__dict__.get("has_post_expert_norm", False)
+    )
+
+
+def is_as_in_files(experts: nn.Module) -> bool:
+    """Whether the first matrix has the rows of the gate before those that it gates, as llama.cpp
+    has them in two, and there are no biases.
+    """
+    told: Mapping[str, Any] = experts.__dict__
+    return (
+        can_be_packed(experts)
         and told.get("is_concatenated", True)
         and not told.get("has_bias", True)
         and not told.get("is_transposed", True)
-        and not told.get("has_post_expert_norm", False)
     )
+
+
+def rows_of(experts: nn.Module, name: str) -> Tensor:
+    """A weight of plain experts with a row for each output, [E, N, K]."""
+    weight = experts.get_parameter(name).detach()
+    return weight.mT if experts.__dict__.get("is_transposed", False) else weight
+
+
+def _bias(name: str) -> str:
+    return f"{name}_bias"
 
 
 class _Routed(NamedTuple):
@@ -60,11 +80,12 @@ class _Routed(NamedTuple):
 class PackedExperts(PackedModule):
     """Experts of transformers' layout with packed weights.
 
-    Parameters have the names of `up` and "down_proj": blocks, without gradients.
+    Parameters have the names of `up` and "down_proj": blocks, without gradients. Biases have those
+    of the plain module, and are its own.
 
     Args:
-        plain: the module that this one stands for (see `are_plain`); its weights are dropped, what
-            it does between its products is kept.
+        plain: the module that this one stands for (see `can_be_packed`); its weights are dropped,
+            what it does between its products is kept.
         up: one stack of [E, 2 I, H], or those of the gate and of what it gates, [E, I, H] each.
         down: [E, H, I].
         exact: as of `PackedLinear`.
@@ -75,7 +96,8 @@ class PackedExperts(PackedModule):
     ) -> None:
         super().__init__()
         stacks = {**up, DOWN: down}
-        self.num_experts: int = plain._parameters[DOWN].shape[0]  # type: ignore[union-attr]
+        self.num_experts: int = plain.get_parameter(DOWN).shape[0]
+        self.is_transposed = bool(plain.__dict__.get("is_transposed", False))
         self.kinds = {name: stack.kind for name, stack in stacks.items()}
         self.columns = {name: stack.columns for name, stack in stacks.items()}
         self.kind = " and ".join(dict.fromkeys(self.kinds.values()))
@@ -83,6 +105,8 @@ class PackedExperts(PackedModule):
         for name, stack in stacks.items():
             self.register_parameter(name, nn.Parameter(stack.blocks, requires_grad=False))
         for name in (GATE_UP, DOWN):
+            bias = plain._parameters.get(_bias(name))
+            self.register_parameter(_bias(name), bias)
             plain.register_parameter(name, None)
         # No part of this module, or transformers would fill the weights that it has no more.
         self._plain = (plain,)
@@ -122,8 +146,12 @@ class PackedExperts(PackedModule):
         tokens = order // top_k_index.shape[-1]
         x = hidden_states.index_select(0, tokens)
         up = torch.cat([self._product(name, x, groups) for name in self._up], dim=-1)
+        if (bias := self._parameters[_bias(GATE_UP)]) is not None:
+            up += bias.index_select(0, chosen)
         gated: Tensor = self._plain[0]._apply_gate(up)  # type: ignore[operator]
         parts = self._product(DOWN, gated, groups).float()
+        if (bias := self._parameters[_bias(DOWN)]) is not None:
+            parts += bias.index_select(0, chosen)
         parts *= top_k_weights.flatten().index_select(0, order)[:, None]
         # By expert, so that a token's sum does not depend on the tokens beside it.
         return torch.zeros(hidden_states.shape).index_add_(0, tokens, parts)

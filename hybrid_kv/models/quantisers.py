@@ -280,6 +280,11 @@ def _as_stored(
     """
     why = ""
     in_blocks = device.type == "cpu" and engine_state().isa is not None
+    if method == "mxfp4" and (dequantize or in_blocks):
+        from hybrid_kv.models.stored_experts import mxfp4_settings
+
+        config.quantization_config = mxfp4_settings(config, dequantize=dequantize, exact=exact)
+        return True
     if method in STORED and (dequantize or in_blocks):
         from hybrid_kv.models.stored_checkpoint import stored_settings
         from hybrid_kv.models.stored_codes import UnfitError
@@ -317,7 +322,7 @@ def _check_method(name: str, method: str, weights: str | None) -> None:
 
 
 def _tell_of_plain(name: str, model: PreTrainedModel, weights: str) -> None:
-    """Warns of matrices that were asked for packed and are not, such as experts with biases."""
+    """Warns of matrices that were asked for packed and are not, such as rows of no whole blocks."""
     plain = {
         target: weight.nbytes
         for target, weight in model.named_parameters()

@@ -102,8 +102,8 @@ Q4_1 errs least where values are rounded to the nearest: .078 of the root mean s
 weights, Q4_0 .086, IQ4_NL .080."""
 HEAD_BLOCKS = "Q8_0"
 """Of the output projection there: its rounding moves every token."""
-STORED = ("awq", "compressed-tensors", "gptq")
-"""Methods whose checkpoints go into blocks on a CPU, see `stored_checkpoint`."""
+STORED = ("awq", "compressed-tensors", "gptq", "mxfp4")
+"""Methods whose checkpoints go into blocks on a CPU, by `stored_checkpoint` or `stored_experts`."""
 
 
 def weight_kind(name: str, device: str | None = None) -> WeightKind:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Mxfp4Config,
+    PreTrainedModel,
+    Qwen3MoeConfig,
+)
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 pytest.importorskip("gguf", reason="the package gguf is not installed")
@@ -20,7 +30,12 @@ pytest.importorskip("gguf", reason="the package gguf is not installed")
 import hybrid_kv as hkv
 from hybrid_kv.errors import ConfigError, ModelNotFoundError
 from hybrid_kv.models.load import load_model
-from hybrid_kv.models.packed_experts import PackedExperts, PackedStack, are_plain
+from hybrid_kv.models.packed_experts import (
+    PackedExperts,
+    PackedStack,
+    can_be_packed,
+    is_as_in_files,
+)
 from hybrid_kv.models.packed_linear import packed, unpacked
 from hybrid_kv.models.prompt_layers import MIN_TOKENS
 from hybrid_kv.planning.plan import model_facts
@@ -146,15 +161,16 @@ def test_a_graph_of_torch_compile_is_cut_around_them() -> None:
 
 def test_experts_of_another_layout_are_left() -> None:
     experts = plain_experts()
-    assert are_plain(experts)
+    assert is_as_in_files(experts)
     for name, value in (
         *(("has_bias", True), ("is_transposed", True), ("is_concatenated", False)),
         *(("has_gate", False), ("has_post_expert_norm", True)),
     ):
         other = copy.deepcopy(experts)
         setattr(other, name, value)
-        assert not are_plain(other), name
-    assert not are_plain(nn.Linear(3, 4))
+        assert not is_as_in_files(other), name
+        assert can_be_packed(other) is (name in ("has_bias", "is_transposed", "is_concatenated"))
+    assert not can_be_packed(nn.Linear(3, 4))
 
 
 # Files ------------------------------------------------------------------------------------------
@@ -211,7 +227,18 @@ def test_plans_count_the_experts_that_a_token_reads(tmp_path: Path) -> None:
 
 def mixtral() -> MixtralForCausalLM:
     torch.manual_seed(0)
-    return MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=4, head_dim=16))
+    return MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=4, head_dim=16)).eval()
+
+
+def gpt_oss() -> GptOssForCausalLM:
+    """Of experts with biases, transposed, the rows of the gate between those that it gates."""
+    torch.manual_seed(0)
+    config = GptOssConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2, head_dim=16)
+    model = GptOssForCausalLM(config).eval().requires_grad_(False)
+    for name, weight in model.named_parameters():
+        if name.endswith("_bias"):
+            weight.normal_(std=0.3)
+    return model
 
 
 @pytest.mark.parametrize(("weights", "kind"), [("int4", "Q4_1"), ("int8", "Q8_0")])
@@ -228,17 +255,26 @@ def test_a_checkpoints_experts_are_packed_as_it_is_read(
         assert torch.equal(found.get_parameter(path), expected)
 
 
-def test_a_checkpoints_logits_are_those_of_what_its_blocks_hold(tmp_path: Path) -> None:
-    plain = mixtral().eval()
+@pytest.mark.parametrize("made", [mixtral, gpt_oss])
+def test_a_checkpoints_logits_are_those_of_what_its_blocks_hold(
+    made: Callable[[], PreTrainedModel], tmp_path: Path
+) -> None:
+    plain = made()
     found = load_model(saved(tmp_path, plain), device="cpu", weights="int8", exact_products=True)
+    assert any(isinstance(part, PackedExperts) for part in found.modules())
     for name, weight in found.named_parameters():
         own = plain.get_parameter(name)
         values = unpacked(weight, "Q8_0") if weight.dtype == torch.uint8 else weight
-        own.data.copy_(values.view_as(own))
+        is_transposed = weight.dtype == torch.uint8 and own.ndim == 3 and made is gpt_oss
+        own.data.copy_(values.view_as(own.mT).mT if is_transposed else values.view_as(own))
+    assert_same_logits(found, plain)
+
+
+def assert_same_logits(found: nn.Module, wanted: nn.Module, most: float = 1e-3) -> None:
     tokens = torch.arange(3, 40)[None]
     with torch.no_grad():
-        got, wanted = found(tokens).logits, plain(tokens).logits
-    assert (got - wanted).norm() < 1e-3 * wanted.norm()
+        own, others = found(tokens).logits, wanted(tokens).logits
+    assert (own - others).norm() < most * others.norm()
 
 
 def test_an_expert_of_another_shape_is_refused_by_its_name(tmp_path: Path) -> None:
@@ -251,3 +287,76 @@ def test_an_expert_of_another_shape_is_refused_by_its_name(tmp_path: Path) -> No
         ModelNotFoundError, match=r"experts\.down_proj is \[4, 96, 128\] instead of \[4, 96, 160\]"
     ):
         load_model(tmp_path, device="cpu", weights="int8")
+
+
+# MXFP4 -------------------------------------------------------------------------------------------
+
+
+def mxfp4_folder(path: Path, change: Callable[[dict[str, Tensor]], None] | None = None) -> Path:
+    """A checkpoint in gpt-oss's own form: random bytes, and exponents around 2^-3."""
+    method = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.embed_tokens", "lm_head"]}
+    file = saved(path, gpt_oss(), quantization_config=method) / "model.safetensors"
+    tensors, draw = load_file(file), torch.Generator().manual_seed(0)
+    for name in [name for name in tensors if name.endswith("_proj") and "experts" in name]:
+        experts, columns, rows = tensors.pop(name).shape
+        shape = experts, rows, columns // 32
+        numbers = torch.randint(0, 256, (*shape, 16), generator=draw, dtype=torch.uint8)
+        tensors[f"{name}_blocks"] = numbers
+        tensors[f"{name}_scales"] = torch.randint(
+            122, 126, shape, generator=draw, dtype=torch.uint8
+        )
+    if change is not None:
+        change(tensors)
+    save_file(tensors, file, metadata={"format": "pt"})
+    return path
+
+
+def test_experts_in_mxfp4_are_what_transformers_unpacks(tmp_path: Path) -> None:
+    folder = mxfp4_folder(tmp_path)
+    wanted = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, quantization_config=Mxfp4Config(dequantize=True)
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = load_model(folder, dtype="float32", device="cpu", exact_products=True)
+        plain = load_model(folder, dtype="float32", device="cpu", dequantize=True)
+    experts = [part for part in found.modules() if isinstance(part, PackedExperts)]
+    assert [part.kind for part in experts] == ["MXFP4", "MXFP4"]
+    assert sum(weight.nbytes for weight in experts[0].parameters() if weight.ndim == 2) < (
+        4 * 3 * 160 * 96 * 0.54 + 4 * (320 + 96) * 4
+    ), "4.25 bits a weight, and biases"
+    assert_same_logits(found, wanted)
+    assert_same_logits(plain, wanted, 1e-6)
+
+
+def test_an_mxfp4_tensor_of_another_shape_or_missing_is_named(tmp_path: Path) -> None:
+    name = "model.layers.1.mlp.experts.down_proj"
+
+    def shorter(tensors: dict[str, Tensor]) -> None:
+        tensors[f"{name}_scales"] = tensors[f"{name}_scales"][..., :-1].contiguous()
+
+    with pytest.raises(
+        ModelNotFoundError,
+        match=r"experts\.down_proj_scales is \[4, 96, 4\] instead of \[4, 96, 5\]",
+    ):
+        load_model(mxfp4_folder(tmp_path / "short", shorter), device="cpu")
+
+    def fewer(tensors: dict[str, Tensor]) -> None:
+        del tensors[f"{name}_blocks"]
+
+    with pytest.raises(
+        ModelNotFoundError,
+        match=r"1 tensor is missing from the files \(model\..*experts\.down_proj",
+    ):
+        load_model(mxfp4_folder(tmp_path / "less", fewer), device="cpu")
+
+
+def test_a_context_of_packed_experts_is_saved_and_opened(tmp_path: Path) -> None:
+    folder = mxfp4_folder(tmp_path / "model")
+    tokens, question = torch.arange(3, 50)[None], torch.arange(20, 26)[None]
+    with hkv.load(str(folder), device="cpu", dtype="float32") as llm:
+        context = llm.context(tokens)
+        wanted = context.ask(question, max_new_tokens=5).token_ids
+        context.save(tmp_path / "kept.hkv")
+    with hkv.load(str(folder), device="cpu", dtype="float32") as llm:
+        assert llm.open(tmp_path / "kept.hkv").ask(question, max_new_tokens=5).token_ids == wanted

@@ -189,9 +189,10 @@ def test_random_weights_are_packed_too() -> None:
 
 @needs_engine
 def test_matrices_that_stay_plain_are_told_of(tmp_path: Path) -> None:
-    """Experts of a layout that `PackedExperts` does not know: with biases, transposed."""
+    """Experts whose rows are no whole blocks."""
     torch.manual_seed(0)
-    model = GptOssForCausalLM(GptOssConfig(**SIZES, num_local_experts=4, head_dim=16))
+    sizes = SIZES | {"intermediate_size": 168}
+    model = GptOssForCausalLM(GptOssConfig(**sizes, num_local_experts=4, head_dim=16))
     with pytest.warns(
         WeightsWarning, match=r"experts\..*, for one\) stay in float32 and take . MiB"
     ):
