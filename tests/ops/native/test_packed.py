@@ -224,6 +224,17 @@ def test_experts_that_do_not_fit_are_refused(engine: ctypes.CDLL) -> None:
         call(x.double(), [1], [3])
 
 
+@pytest.mark.parametrize("tokens", [1, 9])
+def test_powers_of_two_are_scales_down_to_the_smallest(engine: ctypes.CDLL, tokens: int) -> None:
+    weight = random_weight("MXFP4", 4, 512)
+    weight.blocks.view(4, -1, 17)[..., 0] = torch.tensor([0, 1, 2, 200])[:, None]
+    x = torch.ones(tokens, 512)
+    wanted = x.double() @ dequantised(weight).T
+    found = packed_linear(x, weight, engine=engine).double()
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=0)
+    assert (found != 0).all()
+
+
 @needs_engine
 def test_kinds_and_devices_of_the_engine() -> None:
     assert all(multiplies_packed(kind) for kind in PACKED_KINDS)
