@@ -27,6 +27,9 @@ MXFP4 = "mxfp4"
 """transformers' name for the method."""
 _METHOD, _KIND = "hybrid_kv_mxfp4", "MXFP4"
 _VALUES, _HALF = 32, 16
+_LOW = 0x0F0F0F0F0F0F0F0F
+_PIECE = 2**14
+"""Blocks that are brought into order at a time, so that what is between lies in caches."""
 
 
 def mxfp4_settings(config: PreTrainedConfig, *, dequantize: bool, exact: bool) -> dict[str, Any]:
@@ -47,13 +50,24 @@ def mxfp4_blocks(values: Tensor, exponents: Tensor) -> Tensor:
     Args:
         values: uint8 [..., K / 32, 16]. exponents: uint8 [..., K / 32].
     """
-    blocks = torch.empty(*exponents.shape, 1 + _HALF, dtype=torch.uint8)
-    blocks[..., 0] = exponents
-    # Values 2 i and 2 i + 1 lie in byte i: those of the first eight bytes become lower halves.
-    first, second = values[..., : _HALF // 2], values[..., _HALF // 2 :]
-    blocks[..., 1::2] = first & 15 | second << 4
-    blocks[..., 2::2] = first >> 4 | second & 240
-    return blocks.flatten(-2)
+    count = exponents.numel()
+    blocks = torch.empty(count, 1 + _HALF, dtype=torch.uint8)
+    blocks[:, 0] = exponents.reshape(-1)
+    whole = values.reshape(count, _HALF)
+    whole = whole.clone() if whole.storage_offset() % 8 else whole.contiguous()
+    words = whole.view(torch.int64)  # of 16 values
+    for start in range(0, count, _PIECE):
+        piece = slice(start, start + _PIECE)
+        first, second = words[piece].unbind(1)
+        pairs = blocks[piece, 1:].unflatten(1, (-1, 2))
+        # Values 2 i and 2 i + 1 lie in byte i: those of the first eight bytes become lower halves.
+        pairs[..., 0] = _bytes(first & _LOW | (second & _LOW) << 4)
+        pairs[..., 1] = _bytes(first >> 4 & _LOW | second & ~_LOW)
+    return blocks.view(*exponents.shape[:-1], -1)
+
+
+def _bytes(words: Tensor) -> Tensor:
+    return words[:, None].view(torch.uint8)
 
 
 @register_quantization_config(_METHOD)
