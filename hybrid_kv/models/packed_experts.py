@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from hybrid_kv.models.packed_linear import PackedModule, is_wide_faster, wide_product
 from hybrid_kv.ops.native.library import pool_here
-from hybrid_kv.ops.native.linear import PackedWeight, packed_experts
+from hybrid_kv.ops.native.linear import MAX_TOKENS, PackedWeight, packed_experts
 
 _MOST_ROWS = 2**14
 """Inputs of experts that are multiplied at a time: of prompts, whose tokens pass several."""
@@ -141,8 +141,11 @@ class PackedExperts(PackedModule):
 
     def _sum(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         chosen, order = top_k_index.flatten().sort(stable=True)
-        experts, counts = chosen.unique_consecutive(return_counts=True)
-        groups = _Routed(experts, counts.cumsum(0))
+        if len(hidden_states) > MAX_TOKENS:
+            experts, counts = chosen.unique_consecutive(return_counts=True)
+            groups = _Routed(experts, counts.cumsum(0))
+        else:  # each by itself: sums of a step must not depend on the tokens that it is joined with
+            groups = _Routed(chosen, torch.arange(1, len(chosen) + 1))
         tokens = order // top_k_index.shape[-1]
         x = hidden_states.index_select(0, tokens)
         up = torch.cat([self._product(name, x, groups) for name in self._up], dim=-1)
@@ -153,7 +156,7 @@ class PackedExperts(PackedModule):
         if (bias := self._parameters[_bias(DOWN)]) is not None:
             parts += bias.index_select(0, chosen)
         parts *= top_k_weights.flatten().index_select(0, order)[:, None]
-        # By expert, so that a token's sum does not depend on the tokens beside it.
+        # By expert, in whatever order a token has them.
         return torch.zeros(hidden_states.shape).index_add_(0, tokens, parts)
 
     def _product(self, name: str, x: Tensor, groups: _Routed) -> Tensor:

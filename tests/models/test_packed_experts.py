@@ -100,6 +100,15 @@ def test_tokens_get_the_sum_of_their_experts(tokens: int, is_whole: bool) -> Non
     assert (out - wanted).norm() <= 2e-4 * wanted.norm()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tokens_of_a_joined_step_are_bit_for_bit_what_they_are_alone(dtype: torch.dtype) -> None:
+    """Several that share an expert: of one by itself a sum has another order than of many."""
+    experts, (x, _, shares) = of_plain(plain_experts(), exact=False), routed(8, dtype)
+    index = torch.tensor([[0, 1]] * 7 + [[1, 4]])
+    alone = [experts(x[i : i + 1], index[i : i + 1], shares[i : i + 1]) for i in range(8)]
+    assert torch.equal(experts(x, index, shares), torch.cat(alone))
+
+
 def test_a_dtype_of_16_bits_is_kept() -> None:
     plain = plain_experts()
     experts, inputs = of_plain(plain), routed(9, torch.bfloat16)
