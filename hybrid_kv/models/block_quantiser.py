@@ -21,11 +21,11 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from hybrid_kv.models.packed_experts import (
     DOWN,
-    GATE_UP,
     PackedExperts,
     PackedStack,
     can_be_packed,
     rows_of,
+    weight_names,
 )
 from hybrid_kv.models.packed_linear import PackedEmbedding, PackedLinear, is_table, packed
 from hybrid_kv.models.weight_kinds import HEAD_BLOCKS
@@ -151,7 +151,7 @@ def _packed_experts(module: nn.Module, config: BlockConfig) -> PackedExperts:
     if rows_of(module, DOWN).is_meta:
         return empty_experts(module, config.kind, exact=config.exact)
     made = {}
-    for name in (GATE_UP, DOWN):
+    for name in weight_names(module):
         rows = rows_of(module, name)
         blocks = packed(rows.flatten(0, 1), config.kind)
         made[name] = PackedStack(config.kind, blocks, rows.shape[-1])
@@ -162,7 +162,7 @@ def _packed_experts(module: nn.Module, config: BlockConfig) -> PackedExperts:
 def empty_experts(module: nn.Module, kind: str, *, exact: bool) -> PackedExperts:
     """A module for the place of experts, whose blocks are still to be read."""
     empty = {}
-    for name in (GATE_UP, DOWN):
+    for name in weight_names(module):
         experts, rows, columns = rows_of(module, name).shape
         size = PACKED_KINDS[kind].row_bytes(columns)
         blocks = torch.empty(experts * rows, size, dtype=torch.uint8, device="meta")
@@ -207,7 +207,7 @@ def _are_in_blocks(module: nn.Module) -> bool:
     """Whether these are experts whose rows are whole blocks."""
     values = PACKED_KINDS[HEAD_BLOCKS].values
     return can_be_packed(module) and all(
-        rows_of(module, name).shape[-1] % values == 0 for name in (GATE_UP, DOWN)
+        rows_of(module, name).shape[-1] % values == 0 for name in weight_names(module)
     )
 
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from hybrid_kv.errors import ShapeError
 from hybrid_kv.models.packed_linear import PackedModule, is_wide_faster, wide_product
 from hybrid_kv.ops.native.library import pool_here
 from hybrid_kv.ops.native.linear import MAX_TOKENS, PackedWeight, packed_experts
@@ -20,7 +21,7 @@ from hybrid_kv.ops.native.linear import MAX_TOKENS, PackedWeight, packed_experts
 _MOST_ROWS = 2**14
 """Inputs of experts that are multiplied at a time: of prompts, whose tokens pass several."""
 GATE_UP, DOWN = "gate_up_proj", "down_proj"
-"""The weights of transformers' experts, [E, 2 I, H] and [E, H, I]."""
+"""The weights of most of transformers' experts, [E, 2 I, H] and [E, H, I]."""
 
 
 class PackedStack(NamedTuple):
@@ -34,16 +35,22 @@ class PackedStack(NamedTuple):
     columns: int
 
 
+def weight_names(experts: nn.Module) -> tuple[str, str]:
+    """Names of the two weights of plain experts."""
+    return GATE_UP if experts.__dict__.get("has_gate", True) else "up_proj", DOWN
+
+
 def can_be_packed(module: nn.Module) -> bool:
-    """Whether `PackedExperts` can stand for a module: experts of two matrices and a gate between
-    them, with biases or without.
+    """Whether `PackedExperts` can stand for a module: experts of two matrices with a gate or an
+    activation between them, with biases or without.
     """
-    names = set(module._parameters)
+    names, told = weight_names(module), module.__dict__
+    biases = {_bias(name) for name in names}
     return (
-        names in ({GATE_UP, DOWN}, {GATE_UP, DOWN, _bias(GATE_UP), _bias(DOWN)})
+        module._parameters.keys() in ({*names}, {*names, *biases})
         and hasattr(module, "_apply_gate")
-        and module.__dict__.get("has_gate", False)
-        and not module.__dict__.get("has_post_expert_norm", False)
+        and "has_gate" in told
+        and not told.get("has_post_expert_norm", False)
     )
 
 
@@ -54,6 +61,7 @@ def is_as_in_files(experts: nn.Module) -> bool:
     told: Mapping[str, Any] = experts.__dict__
     return (
         can_be_packed(experts)
+        and told["has_gate"]
         and told.get("is_concatenated", True)
         and not told.get("has_bias", True)
         and not told.get("is_transposed", True)
@@ -86,7 +94,8 @@ class PackedExperts(PackedModule):
     Args:
         plain: the module that this one stands for (see `can_be_packed`); its weights are dropped,
             what it does between its products is kept.
-        up: one stack of [E, 2 I, H], or those of the gate and of what it gates, [E, I, H] each.
+        up: one stack of [E, 2 I, H], without a gate [E, I, H]; or those of the gate and of what it
+            gates, [E, I, H] each.
         down: [E, H, I].
         exact: as of `PackedLinear`.
     """
@@ -101,12 +110,11 @@ class PackedExperts(PackedModule):
         self.kinds = {name: stack.kind for name, stack in stacks.items()}
         self.columns = {name: stack.columns for name, stack in stacks.items()}
         self.kind = " and ".join(dict.fromkeys(self.kinds.values()))
-        self.exact, self._up = exact, tuple(up)
+        self.exact, self._up, self._names = exact, tuple(up), weight_names(plain)
         for name, stack in stacks.items():
             self.register_parameter(name, nn.Parameter(stack.blocks, requires_grad=False))
-        for name in (GATE_UP, DOWN):
-            bias = plain._parameters.get(_bias(name))
-            self.register_parameter(_bias(name), bias)
+        for name in self._names:
+            self.register_parameter(_bias(name), plain._parameters.get(_bias(name)))
             plain.register_parameter(name, None)
         # No part of this module, or transformers would fill the weights that it has no more.
         self._plain = (plain,)
@@ -121,8 +129,14 @@ class PackedExperts(PackedModule):
 
         Raises:
             ConfigError: gradients are asked for, or there is no such expert.
+            ShapeError: a token has other numbers of experts and shares.
         """
         self.check_gradients(hidden_states)
+        if top_k_weights.shape != top_k_index.shape:
+            raise ShapeError(
+                f"top_k_weights must be {list(top_k_index.shape)}, a share for each expert of a "
+                f"token, got {list(top_k_weights.shape)}"
+            )
         out = torch.empty_like(hidden_states)
         size = max(1, _MOST_ROWS // max(1, top_k_index.shape[-1]))
         for start in range(0, len(out), size):
@@ -149,15 +163,20 @@ class PackedExperts(PackedModule):
         tokens = order // top_k_index.shape[-1]
         x = hidden_states.index_select(0, tokens)
         up = torch.cat([self._product(name, x, groups) for name in self._up], dim=-1)
-        if (bias := self._parameters[_bias(GATE_UP)]) is not None:
-            up += bias.index_select(0, chosen)
-        gated: Tensor = self._plain[0]._apply_gate(up)  # type: ignore[operator]
-        parts = self._product(DOWN, gated, groups).float()
-        if (bias := self._parameters[_bias(DOWN)]) is not None:
-            parts += bias.index_select(0, chosen)
+        of_up, of_down = (self._parameters[_bias(name)] for name in self._names)
+        if of_up is not None:
+            up += of_up.index_select(0, chosen)
+        parts = self._product(DOWN, self._activated(up), groups).float()
+        if of_down is not None:
+            parts += of_down.index_select(0, chosen)
         parts *= top_k_weights.flatten().index_select(0, order)[:, None]
         # By expert, in whatever order a token has them.
         return torch.zeros(hidden_states.shape).index_add_(0, tokens, parts)
+
+    def _activated(self, up: Tensor) -> Tensor:
+        plain: Any = self._plain[0]
+        activated: Tensor = (plain._apply_gate if plain.has_gate else plain.act_fn)(up)
+        return activated
 
     def _product(self, name: str, x: Tensor, groups: _Routed) -> Tensor:
         blocks = self._parameters[name]

@@ -20,15 +20,17 @@ from transformers import (
     MixtralConfig,
     MixtralForCausalLM,
     Mxfp4Config,
+    NemotronHConfig,
     PreTrainedModel,
     Qwen3MoeConfig,
 )
+from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 pytest.importorskip("gguf", reason="the package gguf is not installed")
 
 import hybrid_kv as hkv
-from hybrid_kv.errors import ConfigError, ModelNotFoundError
+from hybrid_kv.errors import ConfigError, ModelNotFoundError, ShapeError
 from hybrid_kv.models.load import load_model
 from hybrid_kv.models.packed_experts import (
     PackedExperts,
@@ -100,6 +102,24 @@ def test_tokens_get_the_sum_of_their_experts(tokens: int, is_whole: bool) -> Non
     assert (out - wanted).norm() <= 2e-4 * wanted.norm()
 
 
+def test_experts_without_a_gate_have_an_activation() -> None:
+    torch.manual_seed(0)
+    sizes = {"moe_intermediate_size": INNER, "n_routed_experts": EXPERTS, "hidden_size": HIDDEN}
+    config = NemotronHConfig(**sizes)
+    config._experts_implementation = "eager"
+    plain = NemotronHExperts(config).requires_grad_(False)
+    made = {}
+    for name, weight in plain.named_parameters():
+        blocks = packed(nn.init.normal_(weight, std=0.2).flatten(0, 1), "Q8_0")
+        weight.copy_(unpacked(blocks, "Q8_0").view_as(weight))
+        made[name] = PackedStack("Q8_0", blocks, weight.shape[-1])
+    down, inputs = made.pop("down_proj"), routed(9)
+    wanted = plain(*inputs)
+    assert (PackedExperts(plain, made, down, exact=True)(*inputs) - wanted).norm() < (
+        2e-4 * wanted.norm()
+    )
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_tokens_of_a_joined_step_are_bit_for_bit_what_they_are_alone(dtype: torch.dtype) -> None:
     """Several that share an expert: of one by itself a sum has another order than of many."""
@@ -140,6 +160,8 @@ def test_an_expert_that_there_is_not_is_refused() -> None:
     index[1, 0] = EXPERTS
     with pytest.raises(ConfigError, match="experts must be numbers of matrices"):
         of_plain(plain_experts())(x, index, shares)
+    with pytest.raises(ShapeError, match=r"top_k_weights must be \[3, 2\].*got \[3, 5\]"):
+        of_plain(plain_experts())(x, index, torch.ones(3, EXPERTS))
 
 
 def test_copies_and_pickles_hold_the_weights() -> None:
@@ -179,6 +201,8 @@ def test_experts_of_another_layout_are_left() -> None:
         setattr(other, name, value)
         assert not is_as_in_files(other), name
         assert can_be_packed(other) is (name in ("has_bias", "is_transposed", "is_concatenated"))
+    del experts.has_gate  # of a class that has no such words
+    assert not can_be_packed(experts)
     assert not can_be_packed(nn.Linear(3, 4))
 
 
