@@ -10,6 +10,7 @@ transformers knows this in two forms, of which some architectures have the newer
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Iterable, Iterator, MutableMapping
 from contextlib import suppress
@@ -65,13 +66,21 @@ def gguf_config(name: str, file: GgufFile) -> PreTrainedConfig:
             f"model '{name}' cannot be loaded: its header counts {layers:,} layers and "
             f"{len(file.tensors):,} tensors; check that the download is complete"
         )
+    if file.architecture == "gpt-oss":  # whose frequencies it reads wrongly, without a word
+        raise ModelNotFoundError(
+            f"model '{name}' is a GGUF file of gpt-oss, whose experts and stretched positions "
+            "transformers does not read; take the checkpoint, such as 'openai/gpt-oss-20b', whose "
+            "experts stay packed on a CPU as well"
+        )
     if file.architecture in GGUF_CONFIG_ARCHS:
-        return _by_keys(name, file)
-    with TemporaryDirectory() as folder:
-        short = Path(folder, "short.gguf")
-        short.write_bytes(_without_vocabulary(file))
-        config = read_config(name, folder, gguf_file=short.name)
-    config.name_or_path = str(file.path)
+        config = _by_keys(name, file)
+    else:
+        with TemporaryDirectory() as folder:
+            short = Path(folder, "short.gguf")
+            short.write_bytes(_without_vocabulary(file))
+            config = read_config(name, folder, gguf_file=short.name)
+        config.name_or_path = str(file.path)
+    _stretch_positions(name, file, config.get_text_config(decoder=True))
     return config
 
 
@@ -79,6 +88,62 @@ def _by_keys(name: str, file: GgufFile) -> PreTrainedConfig:
     with one_sentence(name, "be loaded"):
         found: Any = get_gguf_config(dict(file.values), tuple(file.tensors))
         return AutoConfig.for_model(**found)
+
+
+_SCALING = "rope.scaling."
+_SCALINGS = (
+    *("type", "factor", "attn_factor", "original_context_length", "finetuned"),
+    *("yarn_beta_fast", "yarn_beta_slow"),
+)
+
+
+def _stretch_positions(name: str, file: GgufFile, config: PreTrainedConfig) -> None:
+    """Gives a configuration the file's rule for positions beyond those of training.
+
+    transformers leaves it out. It is for layers without a window, as llama.cpp has it.
+    """
+    rule = _rope_rule(name, file, getattr(config, "max_position_embeddings", 0))
+    if rule.get("rope_type") == "longrope":
+        config.original_max_position_embeddings = rule["original_max_position_embeddings"]
+    if rule:
+        own = config.rope_parameters
+        own.get("full_attention", own).update(rule)
+
+
+def _rope_rule(name: str, file: GgufFile, context: int) -> dict[str, Any]:
+    """The rule, in transformers' words; empty for none.
+
+    Args:
+        context: tokens of the longest context, those of training where the file does not say.
+
+    Raises:
+        ModelNotFoundError: nothing here knows the rule.
+    """
+    begin = f"{file.architecture}.{_SCALING}"
+    keys = [key for key in file.values if key.startswith(begin)]
+    told: dict[str, Any] = {key.removeprefix(begin): file.values[key] for key in keys}
+    original = {"original_max_position_embeddings": told.get("original_context_length", context)}
+    tensors = [file.tensors.get(f"rope_factors_{length}.weight") for length in ("long", "short")]
+    long, short = (None if one is None else one.values().tolist() for one in tensors)
+    if long is not None and short is not None:
+        rule = {"rope_type": "longrope", "long_factor": long, "short_factor": short, **original}
+        given = {"attention_factor": told["attn_factor"]} if "attn_factor" in told else {}
+        return rule | given
+    before = file.values.get(f"{file.architecture}.rope.scale_linear", 1.0)
+    kind, factor = told.get("type", "linear"), told.get("factor", before)
+    if kind == "none" or factor in (0.0, 1.0):
+        return {}
+    unknown = "".join(f" with {key}" for key in told if key not in _SCALINGS)
+    if kind not in ("linear", "yarn") or unknown:
+        raise ModelNotFoundError(
+            f"model '{name}' stretches its positions by '{kind}'{unknown}, which is not read from "
+            "GGUF files; take the model as a checkpoint"
+        )
+    if kind == "linear":
+        return {"rope_type": kind, "factor": factor}
+    betas = {beta: told.get(f"yarn_{beta}") for beta in ("beta_fast", "beta_slow")}
+    attention = told.get("attn_factor", 1.0) * (1 + 0.1 * math.log(factor))
+    return {"rope_type": kind, "factor": factor, "attention_factor": attention} | original | betas
 
 
 def _without_vocabulary(file: GgufFile) -> bytes:

@@ -8,6 +8,7 @@ import pickle
 import warnings
 from collections.abc import Iterator
 from importlib.util import find_spec
+from math import log
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from hybrid_kv.errors import (
     ModelNotFoundError,
 )
 from hybrid_kv.models.cache_state import passing
+from hybrid_kv.models.gguf_load import read_gguf_config
 from hybrid_kv.models.gguf_model import smollm2_file
 from hybrid_kv.models.load import load_config, load_model
 from hybrid_kv.models.packed_linear import PackedEmbedding, PackedLinear
@@ -34,6 +36,8 @@ from hybrid_kv.planning.plan import model_facts
 
 pytest.importorskip("gguf", reason="the package gguf is not installed")
 
+
+import gguf
 
 from tests.models.gguf_files import KV_HEADS, LAYERS, VOCAB, write
 from tests.models.packed_stand_ins import packed_modules
@@ -190,6 +194,94 @@ def test_frequencies_are_divided_by_the_factors_of_a_file(
     plain: Any = load_model(file, device="cpu")
     want = plain.model.rotary_emb.inv_freq / torch.from_numpy(factors)
     torch.testing.assert_close(stretched.model.rotary_emb.inv_freq, want)
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+STRETCHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "linear": ({"type": "linear", "factor": 8.0}, {"rope_type": "linear", "factor": 8.0}),
+    "linear by default": ({"factor": 2.0}, {"rope_type": "linear", "factor": 2.0}),
+    "yarn": ({"type": "yarn", "factor": 4.0, "original_context_length": 128}, YARN),
+    "yarn with more": (
+        {
+            **{"type": "yarn", "factor": 4.0, "original_context_length": 128, "attn_factor": 0.5},
+            **{"yarn_beta_fast": 24.0, "yarn_beta_slow": 2.0, "finetuned": True},
+        },
+        YARN | {"beta_fast": 24.0, "beta_slow": 2.0, "attention_factor": 0.5 + 0.05 * log(4)},
+    ),
+    "none": ({"type": "none", "factor": 4.0}, {"rope_type": "default"}),
+    "by one": ({"type": "yarn", "factor": 1.0}, {"rope_type": "default"}),
+}
+"""By name keys of a file behind `rope.scaling.`, and what transformers calls the same."""
+
+
+def add_scaling(told: dict[str, Any], writer: gguf.GGUFWriter, architecture: str) -> None:
+    add: dict[type, Any] = {
+        **{str: writer.add_string, float: writer.add_float32},
+        **{int: writer.add_uint32, bool: writer.add_bool},
+    }
+    for key, value in told.items():
+        add[type(value)](f"{architecture}.rope.scaling.{key}", value)
+
+
+@pytest.mark.parametrize("name", STRETCHED)
+@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
+def test_positions_are_stretched_as_the_file_says(
+    name: str, architecture: str, tmp_path: Path
+) -> None:
+    told, rule = STRETCHED[name]
+    path = write(
+        tmp_path / "long.gguf", architecture, more=lambda w: add_scaling(told, w, architecture)
+    )
+    config = read_gguf_config("long", str(path))
+    theta = config.rope_parameters["rope_theta"]
+    assert theta == 1e4
+    found = AutoModelForCausalLM.from_config(config).model.rotary_emb
+    config.rope_parameters = {"rope_theta": theta, **rule}
+    wanted = AutoModelForCausalLM.from_config(config).model.rotary_emb
+    torch.testing.assert_close(found.inv_freq, wanted.inv_freq)
+    assert found.attention_scaling == pytest.approx(wanted.attention_scaling)
+
+
+def test_layers_with_a_window_are_not_stretched(tmp_path: Path) -> None:
+    told = {"type": "linear", "factor": 8.0}
+    path = write(tmp_path / "g.gguf", "gemma3", more=lambda w: add_scaling(told, w, "gemma3"))
+    rules = read_gguf_config("g", str(path)).rope_parameters
+    assert (rules["full_attention"]["rope_type"], rules["full_attention"]["factor"]) == (
+        "linear",
+        8.0,
+    )
+    assert rules["sliding_attention"]["rope_type"] == "default"
+
+
+def test_factors_of_long_and_short_contexts_are_read(tmp_path: Path) -> None:
+    def more(writer: gguf.GGUFWriter) -> None:
+        add_scaling({"original_context_length": 64, "attn_factor": 1.25}, writer, "phi3")
+        for length, factor in (("long", 4.0), ("short", 1.5)):
+            values = np.full(12, factor, dtype=np.float32)
+            writer.add_tensor(f"rope_factors_{length}.weight", values)
+
+    config = read_gguf_config("p", str(write(tmp_path / "phi.gguf", "phi3", more=more)))
+    assert config.rope_parameters["rope_type"] == "longrope"
+    assert config.rope_parameters["long_factor"] == [4.0] * 12
+    assert config.rope_parameters["short_factor"] == [1.5] * 12
+    assert config.rope_parameters["original_max_position_embeddings"] == 64
+    assert config.original_max_position_embeddings == 64
+    assert config.rope_parameters["attention_factor"] == 1.25
+
+
+@pytest.mark.parametrize(
+    ("told", "why"),
+    [
+        ({"type": "su", "factor": 4.0}, "by 'su', which is not read from GGUF"),
+        ({"type": "yarn", "factor": 4.0, "yarn_log_multiplier": 0.1}, "with yarn_log_multiplier"),
+    ],
+)
+def test_rules_that_nobody_here_knows_are_refused(
+    told: dict[str, Any], why: str, tmp_path: Path
+) -> None:
+    path = write(tmp_path / "long.gguf", more=lambda w: add_scaling(told, w, "llama"))
+    with pytest.raises(ModelNotFoundError, match=why):
+        load_model(path, device="cpu")
 
 
 def test_what_is_written_to_a_weight_does_not_reach_the_file(tmp_path: Path) -> None:
@@ -418,6 +510,11 @@ def test_damaged_files_are_refused_with_the_reason(file: Path, tmp_path: Path) -
 def test_architectures_that_transformers_does_not_read_are_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "rwkv.gguf", "rwkv6")
     with pytest.raises(ModelNotFoundError, match="rwkv6"):
+        load_model(path, device="cpu")
+    path = write(tmp_path / "oss.gguf", "gpt-oss")
+    with pytest.raises(
+        ModelNotFoundError, match=r"of gpt-oss, whose.*take the checkpoint, such as"
+    ):
         load_model(path, device="cpu")
 
 
