@@ -56,7 +56,7 @@ def test_a_plan_counts_what_a_run_would_hold(file: Path, monkeypatch: pytest.Mon
     error = refused("plan", "random:llama-3-8b", "--context", "200", "--dequantize")
     assert error == (
         "error: dequantize is for weights that are stored packed (GGUF, awq, compressed-tensors, "
-        "gptq), got MODEL 'random:llama-3-8b'; leave it out"
+        "gptq, mxfp4), got MODEL 'random:llama-3-8b'; leave it out"
     )
 
 
@@ -69,5 +69,5 @@ def test_a_profile_measures_the_products_that_are_asked_for(file: Path, option: 
     error = refused("profile", "needle", *asked, option)
     assert error.startswith(
         f"error: {name} is for weights that are stored packed (GGUF, awq, compressed-tensors, "
-        "gptq), got MODEL 'needle'"
+        "gptq, mxfp4), got MODEL 'needle'"
     )
