@@ -80,7 +80,7 @@ def gguf_config(name: str, file: GgufFile) -> PreTrainedConfig:
             short.write_bytes(_without_vocabulary(file))
             config = read_config(name, folder, gguf_file=short.name)
         config.name_or_path = str(file.path)
-    _stretch_positions(name, file, config.get_text_config(decoder=True))
+    _set_attention(name, file, config.get_text_config(decoder=True))
     return config
 
 
@@ -90,6 +90,8 @@ def _by_keys(name: str, file: GgufFile) -> PreTrainedConfig:
         return AutoConfig.for_model(**found)
 
 
+_LARGEST_GEMMA = {"gemma2": 46, "gemma3": 62}
+"""Layers of the models of 27B."""
 _SCALING = "rope.scaling."
 _SCALINGS = (
     *("type", "factor", "attn_factor", "original_context_length", "finetuned"),
@@ -97,17 +99,27 @@ _SCALINGS = (
 )
 
 
-def _stretch_positions(name: str, file: GgufFile, config: PreTrainedConfig) -> None:
-    """Gives a configuration the file's rule for positions beyond those of training.
+def _set_attention(name: str, file: GgufFile, config: PreTrainedConfig) -> None:
+    """Gives a configuration what transformers leaves out: the rule for positions beyond those of
+    training, how many channels are turned, and Gemma's scale.
 
-    transformers leaves it out. It is for layers without a window, as llama.cpp has it.
+    As llama.cpp has it: the rule is for layers without a window, and Gemma's largest model, which
+    it knows by the number of layers, has a scale of its own.
     """
     rule = _rope_rule(name, file, getattr(config, "max_position_embeddings", 0))
     if rule.get("rope_type") == "longrope":
         config.original_max_position_embeddings = rule["original_max_position_embeddings"]
+    own = getattr(config, "rope_parameters", None) or {}
     if rule:
-        own = config.rope_parameters
         own.get("full_attention", own).update(rule)
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    turned = file.values.get(f"{file.architecture}.rope.dimension_count", 0)
+    if turned and turned != int(width * own.get("partial_rotary_factor", 1.0)):
+        own["partial_rotary_factor"] = turned / width
+    if (largest := _LARGEST_GEMMA.get(file.architecture)) is not None:
+        is_largest = config.num_hidden_layers == largest
+        per_head = config.hidden_size // config.num_attention_heads
+        config.query_pre_attn_scalar = per_head if is_largest else width
 
 
 def _rope_rule(name: str, file: GgufFile, context: int) -> dict[str, Any]:

@@ -6,6 +6,7 @@ them to layers of transformers' own, which takes several times the memory of the
 
 from __future__ import annotations
 
+import re
 from typing import Any
 from warnings import warn
 
@@ -97,6 +98,7 @@ def read_gguf(
         if device.type == "cpu":
             check_weights_memory(plan.num_bytes(dtype), name)
         _tell_of_unpacked(name, file, plan, dtype)
+        _tell_of_ignored(name, model, plan)
         fill(name, model, plan, conversion, dtype, device, exact=options.exact_products)
     return model.to(device).eval()  # type: ignore[no-any-return, arg-type]
 
@@ -173,6 +175,29 @@ def _tell_of_unpacked(name: str, file: GgufFile, plan: PackedPlan, dtype: torch.
         f"cannot stay packed in this architecture: in {dtype_name(dtype)} they take {mib(taken)}, "
         f"{mib(packed)} in the file"
     )
+
+
+_READ_APART = re.compile(r"rope_|.*\.attn_rot_embd\.")
+"""Tensors that a configuration is made from, or that say what it says."""
+_OF_LAYER = re.compile(r"blk\.(\d+)\.")
+
+
+def _tell_of_ignored(name: str, model: PreTrainedModel, plan: PackedPlan) -> None:
+    """Warns of tensors that the model has no place for, but of layers behind its last one: those
+    that foresee further tokens.
+    """
+    layers = model.config.get_text_config(decoder=True).num_hidden_layers
+    left = [
+        tensor.name
+        for tensor in plan.ignored
+        if not _READ_APART.match(tensor.name)
+        and not ((found := _OF_LAYER.match(tensor.name)) and int(found[1]) >= layers)
+    ]
+    if left:
+        _warn(
+            f"{len(left)} tensors of '{name}' ({left[0]}, for one) have no place in "
+            f"{type(model).__name__} and are left out: its answers may not be the model's"
+        )
 
 
 # Packed by others -------------------------------------------------------------------------------

@@ -39,6 +39,7 @@ pytest.importorskip("gguf", reason="the package gguf is not installed")
 
 import gguf
 
+from tests.models import gguf_files
 from tests.models.gguf_files import KV_HEADS, LAYERS, VOCAB, write
 from tests.models.packed_stand_ins import packed_modules
 
@@ -269,6 +270,33 @@ def test_factors_of_long_and_short_contexts_are_read(tmp_path: Path) -> None:
     assert config.rope_parameters["attention_factor"] == 1.25
 
 
+@pytest.mark.parametrize(("architecture", "largest"), [("gemma2", 46), ("gemma3", 62)])
+def test_gemmas_scale_is_that_of_its_heads_but_for_the_largest(
+    architecture: str, largest: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Models of 27B, by their layers, divide by the root of channels over heads."""
+    for layers, scalar in ((2, 16), (largest, 96 / 4)):
+        monkeypatch.setattr(gguf_files, "LAYERS", layers)
+        path = write(
+            tmp_path / "g.gguf",
+            architecture,
+            more=lambda w: w.add_key_length(16),
+        )
+        assert read_gguf_config("g", str(path)).query_pre_attn_scalar == scalar
+
+
+def test_a_part_of_the_channels_is_turned(tmp_path: Path) -> None:
+    """As in Phi-4-mini, three quarters of them."""
+    path = write(tmp_path / "p.gguf", "phi3", more=lambda w: w.add_rope_dimension_count(18))
+    config = read_gguf_config("p", str(path))
+    config.pad_token_id = None
+    assert config.rope_parameters["partial_rotary_factor"] == 18 / 24
+    rotary = AutoModelForCausalLM.from_config(config).model.rotary_emb
+    assert rotary.inv_freq.shape == (9,)
+    whole = write(tmp_path / "l.gguf", more=lambda w: w.add_rope_dimension_count(24))
+    assert read_gguf_config("l", str(whole)).rope_parameters.get("partial_rotary_factor") is None
+
+
 @pytest.mark.parametrize(
     ("told", "why"),
     [
@@ -415,6 +443,20 @@ def test_a_kind_that_is_not_multiplied_is_named(tmp_path: Path) -> None:
         ModelNotFoundError, match=r"'blk\.0\.attn_q\.weight' .* is of kind Q3_K, .* dequantize=True"
     ):
         load_model(path, device="cpu")
+
+
+def test_tensors_that_have_no_place_are_told_of(tmp_path: Path) -> None:
+    def more(writer: gguf.GGUFWriter) -> None:
+        for name in ("rope_freqs.weight", f"blk.{LAYERS}.nextn.enorm.weight", *left):
+            writer.add_tensor(name, np.ones(12, dtype=np.float32))
+
+    left: tuple[str, ...] = ()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load_model(write(tmp_path / "a.gguf", more=more), device="cpu")
+    left = "blk.1.attn_q.bias", "blk.1.attn_k.bias"
+    with pytest.warns(GgufWarning, match=r"2 tensors of .*attn_q\.bias, for one\) have no place"):
+        load_model(write(tmp_path / "b.gguf", more=more), device="cpu")
 
 
 def test_missing_tensors_are_named(tmp_path: Path) -> None:

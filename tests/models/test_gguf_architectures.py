@@ -46,8 +46,9 @@ OWN: dict[str, dict[str, Any]] = {
     "falcon": {"multi_query": True, "head_dim": None},
     "gpt2": {"n_layer": 2, "n_head": 6, "n_embd": 96, "max_position_embeddings": None},
     "qwen3": {"head_dim": 128},  # which a file does not tell transformers
-    "gemma2": {"sliding_window": 32},
-    "gemma3_text": {"sliding_window": 32},
+    # Of heads that transformers' default scale is for, since it does not read another.
+    "gemma2": {"sliding_window": 32, "head_dim": 256},
+    "gemma3_text": {"sliding_window": 32, "head_dim": 256},
     "qwen2_moe": _EXPERTS,
     "qwen3_moe": _EXPERTS,
 }
