@@ -11,6 +11,7 @@ from typing import Any
 from warnings import warn
 
 import torch
+from tokenizers import Tokenizer, pre_tokenizers
 from transformers import (
     TOKENIZER_MAPPING,
     AutoModelForCausalLM,
@@ -58,9 +59,23 @@ def read_gguf_tokenizer(name: str, path: str) -> PreTrainedTokenizerBase:
     if kind is None or not issubclass(kind, PreTrainedTokenizerFast):
         kind = PreTrainedTokenizerFast
     with one_sentence(name, "give its tokenizer"):
-        return kind.from_pretrained(  # type: ignore[no-any-return]
-            str(file.path.parent), gguf_file=file.path.name
-        )
+        made = kind.from_pretrained(str(file.path.parent), gguf_file=file.path.name)
+        if file.values.get("tokenizer.ggml.pre") in _DIGITS_APART:
+            _split_digits(made.backend_tokenizer)
+    return made  # type: ignore[no-any-return]
+
+
+_DIGITS_APART = frozenset(
+    {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva"}
+)
+"""Vocabularies of llama.cpp's that take digits one by one before anything else."""
+
+
+def _split_digits(backend: Tokenizer) -> None:
+    """Takes digits apart where transformers has a split by words alone."""
+    if isinstance(words := backend.pre_tokenizer, pre_tokenizers.ByteLevel):
+        digits = pre_tokenizers.Digits(individual_digits=True)
+        backend.pre_tokenizer = pre_tokenizers.Sequence([digits, words])
 
 
 def read_gguf(

@@ -29,7 +29,7 @@ from hybrid_kv.errors import (
 from hybrid_kv.models.cache_state import passing
 from hybrid_kv.models.gguf_load import read_gguf_config
 from hybrid_kv.models.gguf_model import smollm2_file
-from hybrid_kv.models.load import load_config, load_model
+from hybrid_kv.models.load import load_config, load_model, load_tokenizer
 from hybrid_kv.models.packed_linear import PackedEmbedding, PackedLinear
 from hybrid_kv.ops.native.linear import PACKED_KINDS
 from hybrid_kv.planning.plan import model_facts
@@ -576,6 +576,14 @@ def test_without_the_package_the_way_to_it_is_said(monkeypatch: pytest.MonkeyPat
 @needs_smollm2
 def test_smollm2_is_found_where_it_is_installed() -> None:
     assert smollm2_file().stat().st_size > 90_000_000
+
+
+@needs_smollm2
+def test_digits_of_smollm2_are_taken_apart_before_words() -> None:
+    """As llama.cpp does, which gives the same tokens for 33 texts."""
+    tokenizer = load_tokenizer("smollm2")
+    assert tokenizer is not None
+    assert tokenizer.tokenize("by  1\n\n20") == ["by", "ĠĠ", "1", "ĊĊ", "2", "0"]
 
 
 @needs_smollm2
