@@ -66,12 +66,7 @@ def gguf_config(name: str, file: GgufFile) -> PreTrainedConfig:
             f"model '{name}' cannot be loaded: its header counts {layers:,} layers and "
             f"{len(file.tensors):,} tensors; check that the download is complete"
         )
-    if file.architecture == "gpt-oss":  # whose frequencies it reads wrongly, without a word
-        raise ModelNotFoundError(
-            f"model '{name}' is a GGUF file of gpt-oss, whose experts and stretched positions "
-            "transformers does not read; take the checkpoint, such as 'openai/gpt-oss-20b', whose "
-            "experts stay packed on a CPU as well"
-        )
+    _check_is_read(name, file)
     if file.architecture in GGUF_CONFIG_ARCHS:
         config = _by_keys(name, file)
     else:
@@ -82,6 +77,21 @@ def gguf_config(name: str, file: GgufFile) -> PreTrainedConfig:
         config.name_or_path = str(file.path)
     _set_attention(name, file, config.get_text_config(decoder=True))
     return config
+
+
+def _check_is_read(name: str, file: GgufFile) -> None:
+    """Raises ModelNotFoundError for files that transformers reads wrongly, or not to the end."""
+    if file.architecture == "gpt-oss":
+        raise ModelNotFoundError(
+            f"model '{name}' is a GGUF file of gpt-oss, whose experts and stretched positions "
+            "transformers does not read; take the checkpoint, such as 'openai/gpt-oss-20b', whose "
+            "experts stay packed on a CPU as well"
+        )
+    if file.architecture == "llama" and file.values.get("llama.expert_count", 0):
+        raise ModelNotFoundError(
+            f"model '{name}' is a GGUF file of a mixture of experts of Llama's layout, such as "
+            "Mixtral, which transformers does not read; take the checkpoint with weights='int4'"
+        )
 
 
 def _by_keys(name: str, file: GgufFile) -> PreTrainedConfig:
