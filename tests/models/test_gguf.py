@@ -559,7 +559,7 @@ def test_architectures_that_transformers_does_not_read_are_refused(tmp_path: Pat
     ):
         load_model(path, device="cpu")
     path = write(tmp_path / "mixtral.gguf", more=lambda w: w.add_expert_count(8))
-    with pytest.raises(ModelNotFoundError, match="such as Mixtral, which.*weights='int4'"):
+    with pytest.raises(ModelNotFoundError, match=r"such as Mixtral, which.*weights='int4'"):
         load_model(path, device="cpu")
 
 
