@@ -52,6 +52,7 @@ def shape_facts(shape: str) -> ModelFacts:
     [
         ("llama-3.1-8b", 8.03, 128, 32, 0),
         ("qwen3-32b", 32.8, 256, 64, 0),
+        ("qwen3-30b-a3b", 30.5, 96, 48, 0),
         ("qwen3.5-27b", 27, 64, 16, 48),
         ("gemma-3-27b", 25.6 + 1.416, 80, 10, 52),
         ("gpt-oss-20b", 20.9, 24, 12, 12),
@@ -106,6 +107,11 @@ def test_a_plan_has_what_layers_that_are_not_tiered_hold(kind: str, tmp_path: Pa
     window = sum(x.nbytes // x.shape[-2] for x in kept) if facts.window_bytes else 0
     assert facts.other_kv_bytes(tokens + 1) == sum(x.nbytes for x in kept) + window
     assert facts.num_layers == config.num_hidden_layers
+
+
+def test_of_128_experts_a_token_reads_eight() -> None:
+    active = shape_facts("qwen3-30b-a3b").read_bytes / 2e9
+    assert active == pytest.approx(3.3 - 0.31, rel=0.02), "3.3 billion with the embedding table"
 
 
 def test_gpt_oss_takes_what_its_checkpoint_takes_and_reads_four_experts() -> None:
