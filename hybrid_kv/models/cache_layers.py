@@ -190,13 +190,6 @@ class HybridLayer(CacheLayerMixin):
         """Rows continue from other rows; pages are copied on write only."""
         self._tiered.fork(beam_idx.tolist())
 
-    batch_select_indices = reorder_cache
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        store = self._tiered.store
-        rows = range(0 if store is None else len(store.rows))
-        self._tiered.fork([row for row in rows for _ in range(repeats)])
-
     def fill(self, k: Tensor, v: Tensor, evidence: tuple[Evidence, ...] = ()) -> None:
         """Takes a whole prompt's k, v [B, Hkv, N, D], computed elsewhere, and seals the layer."""
         if self.seen:

@@ -177,11 +177,6 @@ class ShownTokens:
         if self._shown is not None:
             self._shown = self._shown[rows.cpu()]
 
-    def repeat(self, repeats: int) -> None:
-        """Each row becomes so many."""
-        if self._shown is not None:
-            self._shown = self._shown.repeat_interleave(repeats, dim=0)
-
     def forked(self) -> ShownTokens:
         """The shown tokens of a fork of the cache."""
         new = ShownTokens()

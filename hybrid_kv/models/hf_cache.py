@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, contextmanager
 from copy import deepcopy
 from typing import Any, NoReturn, Self
 
+import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
@@ -18,7 +19,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 from hybrid_kv.config import HybridConfig
 from hybrid_kv.errors import ConfigError, IntegrityError, UnsupportedModelError
 from hybrid_kv.models.cache_layers import HybridLayer, can_go_back, new_layers
-from hybrid_kv.models.cache_state import CacheState, ShownTokens, stuck_layers
+from hybrid_kv.models.cache_state import CacheState, ShownTokens, states_of, stuck_layers
 from hybrid_kv.runtime import KVCache
 from hybrid_kv.transfer import Executor
 from hybrid_kv.types import Demotion, ModelInfo, Work
@@ -254,20 +255,27 @@ class TieredCache(ServedCache):
         )
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Beam search: rows continue from other rows."""
+        """Rows continue from other rows, as many as are named."""
         with self.in_use():
             super().reorder_cache(beam_idx)  # type: ignore[arg-type]
             self.state.shown.take_rows(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         with self.in_use():
-            super().batch_repeat_interleave(repeats)
-            self.state.shown.repeat(repeats)
+            self.reorder_cache(torch.arange(self._num_rows).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         with self.in_use():
-            super().batch_select_indices(indices)
-            self.state.shown.take_rows(indices)
+            self.reorder_cache(torch.arange(self._num_rows)[indices.cpu()])
+
+    @property
+    def _num_rows(self) -> int:
+        """Rows of the batch; layers with recurrent states can be reordered, and nothing else."""
+        counts = [len(store.rows) for store in self.kv.stores.values()]
+        for layer in self.layers:
+            held = (getattr(layer, "keys", None), *states_of(layer).values())
+            counts += [len(one) for one in held if one is not None]
+        return max(counts, default=0)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forgets the newest tokens; transformers passes their negative number.

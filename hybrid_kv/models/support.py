@@ -270,6 +270,11 @@ def _refuse(model: PreTrainedModel, config: PreTrainedConfig) -> None:
             f"{name} uses multi-head latent attention (MLA), whose cache holds latents instead of "
             "keys; hybrid_kv serves grouped-query attention"
         )
+    if getattr(config, "rel_extent", None) is not None:
+        raise UnsupportedModelError(
+            f"{name} adds a bias by distance to its attention ('position_bias'), which a tiered KV "
+            "cache cannot serve; use this model without hybrid_kv"
+        )
     if CACHE_ARGUMENT not in signature(model.forward).parameters or not keeps_keys(config):
         raise UnsupportedModelError(
             f"{name} keeps no keys and values, so nothing can be tiered; use it without hybrid_kv"

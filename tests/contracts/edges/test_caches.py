@@ -6,6 +6,8 @@ silently wrong is the one forbidden outcome.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -33,10 +35,12 @@ from tests.contracts.edges.calls import (
     TIERED,
     config,
     expected,
+    fresh,
     greedy,
     padded,
     prompt,
 )
+from tests.contracts.edges.further_models import further_config
 from tests.pairs import in_pairs
 
 
@@ -193,6 +197,30 @@ def test_rows_of_a_cache_can_be_repeated_and_selected(name: str, method: str) ->
     with hkv.attach(model, settings) as runtime:
         cache = runtime.cache()
         torch.testing.assert_close(play(cache), want, **CLOSE)
+        cache.check_integrity()
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_next", "falcon_h1"])
+def test_rows_with_recurrent_states_can_be_repeated_and_selected(model_type: str) -> None:
+    """Regression: such layers of transformers can be reordered alone."""
+    model = fresh(further_config(model_type))
+
+    def play(cache: Cache, *changes: Callable[[], None]) -> Tensor:
+        found = [model(prompt(rows=2), **passing(cache)).logits[:, -1]]
+        for change, rows in zip(changes, (6, 3, 1), strict=True):
+            change()
+            found.append(model(prompt(rows, 3), **passing(cache)).logits)
+        return torch.cat([part.flatten() for part in found])
+
+    plain = DynamicCache(config=model.config)
+    sources = map(torch.tensor, ([0, 0, 0, 1, 1, 1], [5, 0, 3], [1]))
+    want = play(plain, *(partial(plain.reorder_cache, rows) for rows in sources))
+    with hkv.attach(model, config()) as runtime:
+        cache = runtime.cache()
+        chosen = (torch.tensor([5, 0, 3]), torch.tensor([False, True, False]))
+        select = [partial(cache.batch_select_indices, rows) for rows in chosen]
+        found = play(cache, partial(cache.batch_repeat_interleave, 3), *select)
+        torch.testing.assert_close(found, want, **CLOSE)
         cache.check_integrity()
 
 

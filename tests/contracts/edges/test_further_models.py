@@ -74,6 +74,24 @@ def indexed() -> dict[str, Any]:
     return latent(index_topk=16, index_head_dim=16, index_n_heads=2)
 
 
+INKLINGS = ("Inkling", "Inkling2", "Inkling2Loop")
+
+
+def inkling() -> dict[str, Any]:
+    return small(
+        num_key_value_heads=2,
+        head_dim=8,
+        swa_num_attention_heads=2,
+        swa_num_key_value_heads=2,
+        swa_head_dim=8,
+        unpadded_vocab_size=VOCAB,
+        moe_intermediate_size=24,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        layer_types=["hybrid_sliding", "hybrid"],
+    )
+
+
 OF_THE_HOST = pytest.mark.host("refused before anything is computed")
 UNSERVED = {
     # name: class of the configuration, its arguments, what the refusal must speak of
@@ -81,6 +99,7 @@ UNSERVED = {
     "dsa": ("DeepseekV32Config", indexed(), "DSA|MLA|sparse|latent"),
     "glm_dsa": ("GlmMoeDsaConfig", indexed(), "DSA|MLA|sparse|latent"),
     "kimi_linear": ("KimiLinearConfig", small(), "MLA"),
+    **{name: (f"{name}TextConfig", inkling(), "position_bias") for name in INKLINGS},
     "own_cache": ("MiniMaxConfig", small(num_local_experts=2), "cache of its own class alone"),
     "own_attention": ("BloomConfig", {"vocab_size": VOCAB, "hidden_size": 48, "n_head": 2}, "."),
     "recurrent": ("MambaConfig", {"vocab_size": VOCAB, "hidden_size": 48}, "."),
