@@ -24,7 +24,8 @@ class Entries(Ragged):
         log weight added to the logits, where some weigh otherwise than 1; and whatever else a
         method keeps by entry (scores, codes), which follows every selection.
     tables: rows that several entries share (a codec's scales), which grow by themselves.
-    state: of the whole row, following nothing (scores of what is still in the window).
+    state: of the whole row, following nothing (scores of what is still in the window);
+        `merged_end` [] int64, where others are merged, see there.
 
     A codec derives from this, keeps codes in the place of `k` and `v`, and overrides `read`.
     """
@@ -161,6 +162,12 @@ class Entries(Ragged):
         """The entries of positions before this one; the same value where that is all of them."""
         kept = [at < position for at in self.split("positions")]
         return self if all(map(torch.all, kept)) else self.select(kept)
+
+    @property
+    def merged_end(self) -> int:
+        """Position behind the last entry that a method merged into another one; 0 for none."""
+        ends = [int(end) for name, end in self.state.items() if name.endswith("merged_end")]
+        return max(ends, default=0)
 
     def _tensors(self) -> list[Tensor]:
         shared = [tensor for table in self.tables.values() for tensor in table._tensors()]

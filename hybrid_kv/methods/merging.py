@@ -71,7 +71,7 @@ def merged(
         for rows, head in zip(kept.split(new), sums / total[..., None], strict=True):
             rows.copy_(head)
         columns[name] = new
-    return kept.with_columns(**columns)
+    return kept.with_columns(**columns).with_state(merged_end=gone.positions.max() + 1)
 
 
 class MergingOnce(Evicting):
@@ -178,7 +178,9 @@ def _merged(new: Entries, left: Entries, keys: Tensor, sets: Tensor, pivots: Ten
         rows = torch.stack(left.split(name)).float()
         means = summed(rows * weights[..., None]) / total
         columns[name] = means.flatten(0, 1).to(left.columns[name].dtype)
-    return new.with_columns(**columns, bias=sizes.log().flatten())
+    positions = torch.stack(left.split("positions")).gather(1, left_out(pivots, len(keys[0])))
+    new = new.with_columns(**columns, bias=sizes.log().flatten())
+    return new.with_state(merged_end=positions.max() + 1)
 
 
 @METHODS.register("look_m", paper="Wan et al. 2024, arXiv:2406.18139, section 3")

@@ -245,7 +245,8 @@ class RazorAttention(DuoAttention):
         )
         means = Entries.of(k, v, at, bias=count.log().expand(len(drops), 1))
         means = means.select([torch.full((1,), dropped) for dropped in drops])
-        return new.extended(means).without_first(stood).with_state(**sums, dropped_at=at)
+        new, end = new.extended(means).without_first(stood), left.split("positions")[0][-1] + 1
+        return new.with_state(**sums, dropped_at=at, merged_end=end)
 
 
 def dropped_sums(left: Entries, before: Mapping[str, Tensor]) -> dict[str, Tensor]:

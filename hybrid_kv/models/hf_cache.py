@@ -304,9 +304,8 @@ class TieredCache(ServedCache):
         Windows and states of a fixed size have not, nor has a method that drops entries once it has
         dropped some.
         """
-        if next(stuck_layers(self.layers), None) is not None:
-            return False
-        if any(row.lost_entries for store in self.kv.stores.values() for row in store.rows):
+        rows = (row for store in self.kv.stores.values() for row in store.rows)
+        if any(row.lost_entries for row in rows) or any(True for _ in stuck_layers(self.layers)):
             return False
         return all(
             isinstance(layer, (HybridLayer, DynamicLayer)) and not layer.is_sliding

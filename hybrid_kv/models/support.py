@@ -254,27 +254,22 @@ def inspect_model(model: PreTrainedModel) -> ModelInfo:
     return ModelInfo(tuple(_layer_shape(config, idx) for idx in tiered_layers(config)))
 
 
+_UNSERVED = {  # by the setting that tells
+    "index_topk": "selects keys with a learned indexer (DSA), which needs every key at hand",
+    "kv_lora_rank": "uses multi-head latent attention (MLA), whose cache holds no keys",
+    "rel_extent": "adds a bias by distance ('position_bias') to its scores",
+}
+
+
 def _refuse(model: PreTrainedModel, config: PreTrainedConfig) -> None:
     name = type(model).__name__
     if getattr(model.config, "is_encoder_decoder", False):
         raise UnsupportedModelError(
             f"{name} is an encoder-decoder; hybrid_kv serves decoder-only models"
         )
-    if getattr(config, "index_topk", None) is not None:
-        raise UnsupportedModelError(
-            f"{name} selects keys with a learned indexer (DSA), which needs every key at hand; "
-            "hybrid_kv serves grouped-query attention"
-        )
-    if getattr(config, "kv_lora_rank", None) is not None:
-        raise UnsupportedModelError(
-            f"{name} uses multi-head latent attention (MLA), whose cache holds latents instead of "
-            "keys; hybrid_kv serves grouped-query attention"
-        )
-    if getattr(config, "rel_extent", None) is not None:
-        raise UnsupportedModelError(
-            f"{name} adds a bias by distance to its attention ('position_bias'), which a tiered KV "
-            "cache cannot serve; use this model without hybrid_kv"
-        )
+    for setting, why in _UNSERVED.items():
+        if getattr(config, setting, None) is not None:
+            raise UnsupportedModelError(f"{name} {why}; hybrid_kv serves grouped-query attention")
     if CACHE_ARGUMENT not in signature(model.forward).parameters or not keeps_keys(config):
         raise UnsupportedModelError(
             f"{name} keeps no keys and values, so nothing can be tiered; use it without hybrid_kv"

@@ -189,12 +189,16 @@ class Row:
         start = max(sinks, stop - place.window_tokens)
         resident = self.length - (self.table.num_tokens - sinks)
         needed = min(stop, resident) - start
-        if count == 0 or needed <= 0 or stop >= resident:
+        if count == 0 or stop >= resident:
             return
+        if self.kept is not None and sinks < stop < (end := self.kept.merged_end):
+            raise MethodError(
+                f"row {self.number} must stay at least {end} tokens long, got {stop}, for the "
+                "method has merged those before; restore a checkpoint"
+            )
         heads = [] if self.kept is None else self.kept.split("positions")
         for head, at in enumerate(heads or [torch.zeros(0)]):
-            there = int(((at >= start) & (at < stop)).sum())
-            if there < needed:
+            if (there := int(((at >= start) & (at < stop)).sum())) < needed:
                 raise MethodError(
                     f"row {self.number} must still have its {needed} tokens before position {stop} "
                     f"to go back there, got {there} in KV head {head}, for the method has dropped "

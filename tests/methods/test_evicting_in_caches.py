@@ -34,7 +34,9 @@ New = tuple[Tensor, Tensor, Tensor]
 
 
 def cache(name: str, **settings: Any) -> KVCache:
-    given = {"window_tokens": 32, "budget_tokens": 61, "index_build": "wait", "page_size": PAGE}
+    given = {"window_tokens": 32, "index_build": "wait", "page_size": PAGE}
+    if name != "razor_attention":
+        given["budget_tokens"] = 61
     return KVCache(ModelInfo(SHAPES), HybridConfig(method=name, **given | settings))
 
 
@@ -137,6 +139,25 @@ def test_cutting_into_what_was_dropped_is_refused_and_changes_nothing(name: str)
     with pytest.raises(MethodError, match="checkpoint"):
         kv.layers[0].crop(100)
     assert [row.length for row in every(kv)] == before
+
+
+@pytest.mark.parametrize("name", ["kvmerger", "look_m", "d2o", "elastic_cache", "razor_attention"])
+def test_a_crop_leaves_nothing_of_what_is_forgotten_in_merged_entries(name: str) -> None:
+    """Regression: merged entries kept the keys and values of tokens that had been cropped."""
+    kv, plain = (cache(name, window_tokens=0) for _ in range(2))
+    for one in (kv, plain):
+        step(one, tokens(PROMPT, seed=12))
+        decode(one, 1)
+    with pytest.raises(MethodError, match=r"^row 0 must stay at least 1\d\d tokens.*checkpoint"):
+        kv.layers[0].crop(PROMPT // 2)
+    assert {row.length for row in every(kv)} == {PROMPT + 1}
+    if name not in PROMPT_SCORED:
+        return
+    decode(kv, STEPS, seed=300)  # two pages leave, as they are
+    for layer in kv.layers.values():
+        layer.crop(STEPS)
+    found, expected = (decode(one, STEPS, seed=400) for one in (kv, plain))
+    torch.testing.assert_close(found, expected, **TOLERANCES[torch.float32])
 
 
 @pytest.mark.parametrize("name", EVICTING)
