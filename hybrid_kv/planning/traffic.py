@@ -42,7 +42,7 @@ _WALKED = ("graph", "hnsw")
 def bytes_per_step(
     facts: ModelFacts, cache: KVCache, work: Work, *, on_device: bool
 ) -> dict[str, int]:
-    """Bytes that one decode step reads, on average, as `Work` has counted them; {} if none was.
+    """Bytes that a decode step of one sequence reads, on average, as `Work` counts; {} for none.
 
     Args:
         work: of decode steps alone.
