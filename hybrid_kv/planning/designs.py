@@ -171,7 +171,7 @@ class DesignStep:
 
     launches: kernels, copies or graphs that the host starts for a token. waits: how often host and
     device wait for each other. host_core_ms: work of all cores. device_bytes: of the codes that the
-    design keeps on the device, with weights and window; host_bytes: of cold KV and its index.
+    design keeps on the device, with weights and window; host_bytes: of cold KV.
     why_not: a sentence where it cannot run.
     """
 
@@ -388,14 +388,16 @@ class Designs:
             DesignPart("moments", "device", moments / rates.device / 1e6),
             DesignPart("ranking and attention of host rows", "bus", rows / bus / 1e6),
         )
-        name, codes = f"sketch on the device, {size} B a key", read.coded
+        name, scanned = f"sketch on the device, {size} B a key", read.coded + moments
+        held = codes_bytes(facts.layers, size, cold, facts.dtype_bytes)
+        sizes = rows, scanned, held
         spilled = (_SPILL_MS + _SPILL_LAUNCHES * _LAUNCH_US / 1e3) / _DEFAULTS.page_size
         spills = DesignPart("pages to the host", "host", spilled)
         if one_graph:
             if facts.other_kv_bytes(self._tokens):
                 why = why or "layers whose keys are transformers' own are not captured"
             parts = (*device, DesignPart("generate", "host", _CAPTURED_CALLER_MS), spills)
-            return self._step(f"{name}, one graph", parts, 1, 0, 0.0, 0.0, rows, codes, why)
+            return self._step(f"{name}, one graph", parts, 1, 0, 0.0, 0.0, *sizes, why)
         launches = self._kernels(2)  # queries' copy, graph
         told = launches * _LAUNCH_US / 1e3
         told += self._layers * self._costs.launch.at(0) / 1e3  # no search empties the caches
@@ -407,7 +409,7 @@ class Designs:
             DesignPart("generate", "host", _CALLER_MS),
             spills,
         )
-        return self._step(f"{name}, as built", parts, launches, 0, 0.0, 0.0, rows, codes, why)
+        return self._step(f"{name}, as built", parts, launches, 0, 0.0, 0.0, *sizes, why)
 
     def _code_bytes(self) -> tuple[int, str]:
         """Of a key, by the runtime's rule of what fits beside all else; and why none does."""
@@ -448,11 +450,12 @@ class Designs:
         core_ms: float,
         host_read: float,
         bus: float,
-        codes: float = 0.0,
+        scanned: float = 0.0,
+        codes: int = 0,
         why: str = "",
     ) -> DesignStep:
         facts = self._facts
-        device_read = facts.read_bytes + self._resident + codes
+        device_read = facts.read_bytes + self._resident + scanned
         return DesignStep(
             design=name,
             parts=tuple(part for part in parts if part.ms > 0),
@@ -462,7 +465,7 @@ class Designs:
             device_read_bytes=round(device_read),
             host_read_bytes=round(host_read),
             bus_bytes=round(bus) + self._leaving,
-            device_bytes=round(facts.weight_bytes + self._resident + codes),
+            device_bytes=facts.weight_bytes + self._resident + codes,
             host_bytes=self._cold * facts.kv_bytes_per_token,
             why_not=why,
         )

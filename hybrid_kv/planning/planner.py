@@ -217,11 +217,19 @@ class _Planner:
         setting = self._config.prefill_states
         return lie_on_host(setting, tokens * facts.states_bytes, layer_kv, free)
 
-    def _select(self, cold: int, taken: int) -> DeviceSelect | None:
-        """Side that finds cold entries, where there is a device beside the host."""
+    def _select(self, rest: int, taken: int) -> DeviceSelect | None:
+        """Side that finds cold entries, where there is a device beside the host.
+
+        Args:
+            rest: tokens that are cold but for the spare ones that were asked for, which the device
+                holds beside `taken` bytes.
+        """
+        facts, config = self._facts, self._config
+        spare = min(getattr(config, "spare_tokens", 0), rest)
+        cold, pages = rest - spare, spare * facts.kv_bytes_per_token
         if self._machine.device_bytes is None or cold <= 0:
             return None
-        facts, free = self._facts, self._device_free() - taken
+        free = self._device_free() - taken - pages - pages // config.page_size
         return plan_select(facts.layers, self._config, cold, facts.dtype_bytes, free)
 
     def _selected_ms(self, ms: Mapping[str, float], size: int, cold: int) -> dict[str, float]:

@@ -16,6 +16,7 @@ from hybrid_kv.planning.designs import (
     PythonCost,
     exact_plans,
     host_attend_ms,
+    host_rank_ms,
     host_search_ms,
 )
 from hybrid_kv.planning.rates import CARDS, Rates, rates_of_card
@@ -75,6 +76,56 @@ def test_a_search_takes_its_work_or_its_bytes() -> None:
     assert alone == pytest.approx(8 * 220e-3), "one core's work"
     many = host_search_ms(SHAPE, "sketch", 2**18, Host(64, 70.0, 35.0), costs)
     assert many == pytest.approx(8 * 24 * 2**18 / 70e6), "the memory's bytes"
+
+
+def test_a_graph_and_what_was_found_are_read_at_random_places() -> None:
+    slow, free = Host(64, 70.0, 0.35), CoreCost(0.0, 0.0, 1.0)
+    costs = replace(HOST_COSTS, attend=free, rank=free)
+    walked = 8 * 1.5 * 9000 * 129  # rows of the graph and an estimate of its lists, at 128K keys
+    for keys in (2**17, 2**18):
+        found = host_search_ms(SHAPE, "graph", keys, slow, costs)
+        assert found == pytest.approx(walked * (keys / 2**17) ** 0.6 / 0.35e6)
+    values = 0.55 * 32 * 128 * 128 * 2  # of 128 entries a query head, a group shares
+    assert host_attend_ms(SHAPE, 2**17, slow, costs) == pytest.approx(values / 0.35e6)
+    assert host_rank_ms(SHAPE, 2**17, slow, costs) == pytest.approx(2 * values / 0.35e6), "keys"
+
+
+def test_bytes_of_a_step_are_told_by_place() -> None:
+    found = steps(window_bytes=GIB)
+    resident = 640 * LEAVING + GIB
+    for step in found.values():
+        assert parts(step)["resident attention"] == pytest.approx(1e3 * resident / (0.9 * 1008e9))
+    plain, ahead = found["sketch on the host"], found["sketch on the host, look-ahead"]
+    assert plain.device_read_bytes == LLAMA_8B.read_bytes + resident
+    assert plain.device_bytes == LLAMA_8B.weight_bytes + resident
+    rows = 0.55 * 128 * 4 * 8  # of 128 entries a query head, keys and values
+    assert plain.host_read_bytes == pytest.approx(32 * (8 * 24 * COLD + rows * 512), abs=1)
+    queries, lse = 32 * 128 * 2, 32 * 4
+    assert plain.bus_bytes == 32 * (2 * queries + lse) + LEAVING
+    assert ahead.bus_bytes == plain.bus_bytes + 31 * queries, "the first layer has none before it"
+    ranked = 32 * 8 * HOST_COSTS.rank.core_us(COLD) / 1e3
+    assert ahead.host_core_ms == pytest.approx(plain.host_core_ms + ranked)
+    assert (plain.waits, plain.launches) == (64, 32 * (38 + 2 + 3))
+    assert parts(plain)["query out, result in"] == pytest.approx(64 * 0.04)
+    streamed = found["full attention over the bus"]
+    assert streamed.launches == 32 * (38 + 2 + 2)
+    assert streamed.host_read_bytes == COLD * LEAVING
+
+
+def test_codes_on_the_device_are_held_with_room_and_read_with_moments() -> None:
+    step = steps()["sketch on the device, one graph"]
+    later, maps = 4096 * 128 * 2, 4 * 128 * (2 * 128 + 2)
+    held = 32 * 8 * ((COLD + COLD // 16) * 64 + later + maps)
+    assert step.device_bytes == LLAMA_8B.weight_bytes + 640 * LEAVING + held
+    moments = parts(step)["moments"] * 0.9 * 1008e6
+    assert moments > 32 * 8 * 4 * 128 * 128, "at least a covariance of each KV head"
+    scanned = 32 * 8 * COLD * 64 * 9 / 8
+    known = LLAMA_8B.read_bytes + 640 * LEAVING + scanned + moments
+    assert step.device_read_bytes == pytest.approx(known, abs=2)
+
+
+def test_without_cold_entries_nothing_leaves() -> None:
+    assert steps(512)["full attention over the bus"].bus_bytes == 0
 
 
 def test_attention_of_what_was_found_has_a_head_for_a_thread() -> None:
@@ -159,6 +210,17 @@ def test_codes_become_shorter_until_they_fit(tokens: int, size: int) -> None:
     assert not built.why_not
     told = Designs(LLAMA_8B, tokens, CARD, RATES, HOST, code_bytes=16).all()[4]
     assert "16 B a key" in told.design, "what a plan has found room for beside the prompt"
+
+
+def test_codes_leave_a_gib_of_the_device_to_others() -> None:
+    """And so they must fit beside weights, window and the process."""
+    later, maps = 4096 * 128 * 2, 4 * 128 * (2 * 128 + 2)
+    held = 32 * 8 * ((COLD + COLD // 16) * 64 + later + maps)
+    needed = LLAMA_8B.weight_bytes + 640 * LEAVING + held + 600 * 2**20 + GIB
+    for memory, size in ((needed, 64), (needed - 1, 48)):
+        card = replace(CARD, memory_bytes=memory)
+        made = Designs(LLAMA_8B, 2**17, card, RATES, HOST).all()[4]
+        assert f"{size} B a key" in made.design
 
 
 def test_codes_that_never_fit_are_refused_with_their_size() -> None:

@@ -11,6 +11,7 @@ from hybrid_kv.config import HybridConfig
 from hybrid_kv.planning.plan import Machine, ModelFacts, Option
 from hybrid_kv.planning.planner import AIR_BYTES, learning_bytes, make_plan
 from hybrid_kv.planning.rates import CARDS, Rates, rates_of_card
+from hybrid_kv.planning.traffic import codes_bytes, select_bytes
 from hybrid_kv.types import LayerShape
 
 GIB = 2**30
@@ -107,6 +108,30 @@ def test_what_a_prompt_s_search_takes_is_counted_on_both_sides() -> None:
     assert scanned.host_bytes.keys() == {"kv", "index", "room"}
 
 
+def test_what_a_short_chunk_learns_and_a_rotary_table_take_is_counted() -> None:
+    tokens, chunk = 128 << 10, {"prefill_chunk_tokens": 256}
+    learned, scanned = (
+        option_of(tokens, "hybrid", method=name, cold=HOST_FINDS, **chunk).device_bytes["prefill"]
+        for name in ("retrieval_attention", "flat")
+    )
+    needs = HybridConfig(method="retrieval_attention").build().needs
+    learning = learning_bytes(LLAMA_8B.layers[0], needs, tokens, 2)
+    mlp = 256 * int(2 * (3 * 14336 + 3.25 * 4096))
+    making = tokens * 15 * 128  # while its tables are made, once
+    assert learning.sealing > making > mlp
+    assert learned - scanned == learning.collecting + learning.sealing - making
+    held = 32 * tokens + tokens * 2 * (4096 + 2 * 128) + 2 * tokens * 4096
+    assert scanned == held + making
+
+
+def test_a_cpu_searches_no_nearest_keys_ahead() -> None:
+    tokens = 128 << 10
+    option = option_of(tokens, "hybrid", Machine("cpu", None, 64 * GIB, HOST))
+    needs = replace(HybridConfig().build().needs, nearest_keys=0)
+    learning = learning_bytes(LLAMA_8B.layers[0], needs, tokens, 2)
+    assert option.host_bytes["builds"] == 32 * learning.kept
+
+
 def test_states_of_long_prompts_wait_on_the_host() -> None:
     machine = replace(DESKTOP, host_bytes=256 * GIB)
     short = option_of(128 << 10, "hybrid", machine)
@@ -127,6 +152,36 @@ def test_spare_tokens_that_were_asked_for_are_kept() -> None:
     option = option_of(128 << 10, "hybrid", spare_tokens=1024, cold=HOST_FINDS)
     assert option.settings == {}
     assert option.host_bytes["kv"] == ((128 << 10) - 1024 - 640) * LLAMA_8B.kv_bytes_per_token
+
+
+def test_spare_tokens_are_no_more_than_there_are() -> None:
+    token = LLAMA_8B.kv_bytes_per_token
+    asked = option_of(1000, "hybrid", spare_tokens=1024, cold=HOST_FINDS)
+    assert (asked.cold_tokens, asked.host_bytes["kv"]) == (0, 0)
+    assert asked.device_bytes["kv"] == 1000 * token + 360 * token // 16
+    filled = option_of(1000, "hybrid", cold=HOST_FINDS)
+    assert filled.settings == {"spare_tokens": 352}, "whole pages"
+    assert (filled.cold_tokens, filled.host_bytes["kv"]) == (8, 8 * token)
+
+
+def test_a_token_reads_its_pages_by_digests_and_what_heads_find() -> None:
+    """By hand: 32 layers of 8 KV heads, 4 query heads each, 128 channels in 16 bit."""
+    token, rates = LLAMA_8B.kv_bytes_per_token, DESKTOP.rates
+    for tokens in (128 << 10, 6000):
+        cold = tokens - 640 - 4096
+        for budget, read in ((32, 512), (1000, 4096), ("all", 4096)):
+            settings = {"spare_tokens": 4096, "page_budget": budget}
+            ms = option_of(tokens, "hybrid", cold={**HOST_FINDS, "top_k": 400}, **settings).ms
+            assert ms["select"] == pytest.approx(1e-6 * 256 * token / rates.device)
+            assert ms["resident_attention"] == pytest.approx(
+                1e-6 * (640 + read) * token / rates.device
+            )
+            found = min(4 * 400, cold)
+            assert ms["cold_attention"] == pytest.approx(1e-6 * found * token / rates.gather)
+            assert ms["transfer"] == pytest.approx(32 * 0.08)
+    kept = option_of(128 << 10, "hybrid", method="snapkv")
+    assert kept.ms["select"] == 0, "what is kept has no digests"
+    assert kept.ms["resident_attention"] == pytest.approx(1e-6 * 1024 * token / rates.device)
 
 
 def test_a_short_context_has_nothing_to_search() -> None:
@@ -157,6 +212,15 @@ def test_a_sketch_reads_codes_in_order_and_candidates_anywhere() -> None:
     coded, ranked = 32 * 8 * ((cold - later) * 32 + later * 129), 32 * 8 * 200 * 4 * 256
     seconds = coded / rates.dram + ranked / rates.gather
     assert search_ms("sketch", 128 << 10) == pytest.approx(1e-6 * seconds)
+
+
+@pytest.mark.parametrize("tokens", [740, 4 << 10, 128 << 10])
+def test_a_graph_reads_rows_and_their_lists_anywhere(tokens: int) -> None:
+    machine = replace(DESKTOP, rates=replace(DESKTOP.rates, gather=5000.0))
+    cold = tokens - 640
+    rows = min(cold, 9000 * (cold / 2**17) ** 0.6)
+    expected = 1e-6 * 32 * 8 * rows * 129 * 1.5 / 5000
+    assert search_ms("graph", tokens, machine) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("gather", [0.5, 10, 100])
@@ -202,6 +266,31 @@ def test_the_longest_context_fits_and_the_next_does_not(mode: str) -> None:
     assert not option_of(longest + 1024, mode).fits
 
 
+def test_a_context_that_fits_is_no_longer_than_the_longest() -> None:
+    longest = option_of(128 << 10, "dense").max_context_tokens
+    between = option_of(longest + 1, "dense")
+    assert between.fits
+    assert between.max_context_tokens == longest + 1
+
+
+def test_layers_that_differ_count_by_their_own_bytes() -> None:
+    wide, narrow = LayerShape(0, 32, 8, 128), LayerShape(1, 8, 2, 128)
+    facts = replace(LLAMA_8B, layers=(wide, narrow))
+    layers = {"0": "full", "1": {"method": "retrieval_attention", "cold": HOST_FINDS}}
+    config = HybridConfig(method="by_layer", layers=layers)
+    option = make_plan(facts, DESKTOP, 1001, config).options[2]
+    per_token = facts.kv_bytes_per_token
+    for held, least in ((option.device_bytes, 1001 * 4096), (option.host_bytes, 1001 * 1024)):
+        assert least <= held["kv"] < least + per_token
+    searching = HybridConfig(cold=HOST_FINDS, spare_tokens=16)
+    one = make_plan(facts, DESKTOP, 64 << 10, searching).options[2]
+    learning = learning_bytes(wide, HybridConfig().build().needs, 64 << 10, 2)
+    assert one.host_bytes["staging"] == learning.kept, "of the widest"
+    listed = (64 << 10) - 640 + ((64 << 10) - 640) // 16 + 4096
+    device = make_plan(facts, DESKTOP, 64 << 10, HybridConfig()).options[2].device_bytes
+    assert device["search"] >= 4 * 8 * 5 * listed
+
+
 def test_states_of_a_fixed_size_lie_on_the_device_and_are_read_and_written() -> None:
     facts = replace(LLAMA_8B, fixed_bytes=GIB, other_layers=3)
     plain, more = (make_plan(one, DESKTOP, 32 << 10, HybridConfig()) for one in (LLAMA_8B, facts))
@@ -210,6 +299,7 @@ def test_states_of_a_fixed_size_lie_on_the_device_and_are_read_and_written() -> 
         assert without.device_bytes["states"] == without.ms["states"] == 0
         assert option.ms["states"] == pytest.approx(1e3 * 2 * GIB / (0.9 * 1008e9))
         assert option.max_context_tokens <= without.max_context_tokens
+        assert option.fits
     assert more.options[0].max_context_tokens < plain.options[0].max_context_tokens
 
 
@@ -218,6 +308,21 @@ def test_windows_of_other_layers_count() -> None:
     plain = make_plan(LLAMA_8B, DESKTOP, 8192, HybridConfig()).options[0]
     wider = make_plan(windows, DESKTOP, 8192, HybridConfig()).options[0]
     assert wider.device_bytes["kv"] - plain.device_bytes["kv"] == GIB
+
+
+def test_keys_of_other_layers_count_beside_the_methods_own() -> None:
+    tokens, rate = 32 << 10, DESKTOP.rates.device * 1e6
+    others = replace(LLAMA_8B, window_bytes=2**28, untiered_kv_bytes=1000)
+    more = 2**28 + 1000 * tokens
+    config = HybridConfig(spare_tokens=1024, cold=HOST_FINDS)
+    plain, wider = (
+        make_plan(one, DESKTOP, tokens, config).options[2] for one in (LLAMA_8B, others)
+    )
+    assert wider.device_bytes["kv"] - plain.device_bytes["kv"] == more
+    for name in plain.ms.keys() - {"resident_attention"}:
+        assert wider.ms[name] == plain.ms[name]
+    read = wider.ms["resident_attention"] - plain.ms["resident_attention"]
+    assert read == pytest.approx(more / rate)
 
 
 def test_codes_that_fit_on_the_device_are_counted_and_the_host_builds_nothing() -> None:
@@ -251,6 +356,46 @@ def test_codes_are_as_large_as_fit(size: int) -> None:
     option = option_of(tokens, "hybrid", machine)
     assert f"codes of {size} B" in option.select
     assert option.fits
+    tight = replace(machine, device_bytes=(machine.device_bytes or 0) - 1)
+    assert f"codes of {size} B a key fit" not in option_of(tokens, "hybrid", tight).select
+
+
+@pytest.mark.parametrize("spare", [8192, 12_000])
+def test_spare_tokens_that_were_asked_for_come_before_codes(spare: int) -> None:
+    """Regression: codes filled the device, and the plan said that it does not fit."""
+    tokens, machine = 200 << 10, replace(DESKTOP, host_bytes=128 * GIB)
+    assert "codes of 48 B" in option_of(tokens, "hybrid", machine).select
+    option = option_of(tokens, "hybrid", machine, spare_tokens=spare)
+    assert option.fits, option.why
+    size, wider = (32, 48) if spare == 8192 else (24, 32)
+    assert f"codes of {size} B a key" in option.select
+    cold = tokens - 640 - spare
+    more = 32 * 8 * (cold + cold // 16) * (wider - size)
+    assert sum(option.device_bytes.values()) + more > CARD.memory_bytes - CONTEXT - GIB
+
+
+def test_few_cold_keys_are_left_to_the_host_unless_it_is_told_otherwise() -> None:
+    few = option_of(1000, "hybrid", spare_tokens=16)
+    assert few.select == "the host searches: 344 cold keys are few"
+    told = option_of(1000, "hybrid", spare_tokens=16, cold={"select": "device"})
+    assert told.select == "the device selects: codes of 64 B a key fit"
+
+
+@pytest.mark.parametrize(("dim", "code"), [(128, 48), (64, 24), (72, 27)])
+@pytest.mark.parametrize("group", [1, 4])
+def test_a_selection_reads_codes_as_wide_as_heads_and_rows_over_the_bus(
+    dim: int, code: int, group: int
+) -> None:
+    layers = [LayerShape(idx, 3 * group, 3, dim) for idx in range(2)]
+    for cold in (50_000, 300):
+        read = select_bytes(layers, 48, cold, 150, 2)
+        assert read.coded == pytest.approx(2 * 3 * cold * code * 9 / 8)
+        ranked = min(cold, 1.25 * 205 * 1.5 * group / 2)
+        attended = min(cold, 150 * max(1, group / 2))
+        assert read.ranked == pytest.approx(2 * 3 * dim * 2 * ranked)
+        assert read.attended == pytest.approx(2 * 3 * dim * 2 * attended)
+    maps, later = 4 * dim * (2 * dim + 2), 4096 * dim * 2
+    assert codes_bytes(layers, 48, 50_000, 2) == 2 * 3 * (53_125 * code + maps + later)
 
 
 @pytest.mark.parametrize(
