@@ -7,6 +7,7 @@ import resource
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -31,7 +32,7 @@ from hybrid_kv.ops.host_memory import FreeMemory
 from hybrid_kv.ops.native.library import engine_state
 from hybrid_kv.planning.plan import model_facts
 from hybrid_kv.planning.rates import BuildForecast, Rates
-from hybrid_kv.planning.traffic import bytes_per_step
+from hybrid_kv.planning.traffic import bytes_per_step, limit_ms
 from hybrid_kv.report.profile import ProfileRow
 from hybrid_kv.types import LayerShape, ModelInfo, Work
 from hybrid_kv.watch import phases as phases_module
@@ -477,9 +478,15 @@ def test_traffic_is_what_steps_have_read_over_their_number() -> None:
         read = bytes_per_step(facts, cache.kv, work, on_device=True)
         assert work.read_bytes == 3000 + 33 + 60 + 90 + 12
         assert bytes_per_step(facts, cache.kv, Work(), on_device=False) == {}
-        others = replace(facts, window_bytes=500, untiered_kv_bytes=8)
+        others = replace(facts, window_bytes=500, untiered_kv_bytes=8, fixed_bytes=30)
         beside = bytes_per_step(others, cache.kv, work, on_device=True)
+        short = runtime.cache()
+        model(torch.randint(0, 500, (1, 20)), **passing(short))
+        assert bytes_per_step(facts, short.kv, work, on_device=True)["transfer"] == 2
+        at_home = bytes_per_step(facts, cache.kv, work, on_device=False)
     assert beside["resident_attention"] == 1000 + 500 + 200 * 8
+    assert beside["states"] == 60, "read and written"
+    assert at_home["transfer"] == 2
     assert read == {
         "weights": facts.read_bytes,
         "resident_attention": 1000,
@@ -489,6 +496,34 @@ def test_traffic_is_what_steps_have_read_over_their_number() -> None:
         "estimate": 4,
         "transfer": 2 + facts.kv_bytes_per_token,
     }
+
+
+@pytest.mark.parametrize(
+    ("method", "selects", "slower"),
+    [
+        ("flat", False, {"search": 20, "cold_attention": 10, "estimate": 20}),
+        ("hnsw", False, {"search": 10, "cold_attention": 10, "estimate": 20}),
+        ("hybrid", True, {"search": 20, "cold_attention": 5, "estimate": 100}),
+    ],
+)
+def test_the_limit_of_a_step_is_its_bytes_by_where_they_are_read(
+    method: str, selects: bool, slower: dict[str, int]
+) -> None:
+    rates = Rates(device=100, dram=20, gather=10, h2d=5, d2h=4)
+    index = SimpleNamespace(selector=object() if selects else None)
+    span = SimpleNamespace(extent=SimpleNamespace(index=index))
+    cache: Any = SimpleNamespace(
+        config=hkv.HybridConfig(
+            method=method, **({"cold": {"index": "sketch"}} if selects else {})
+        ),
+        stores={0: SimpleNamespace(cold=SimpleNamespace(spans=lambda: [span]))},
+    )
+    on_device = dict.fromkeys(("weights", "resident_attention", "states", "select"), 100)
+    for what, gbps in {**on_device, **slower, "transfer": 4}.items():
+        assert limit_ms({what: 10**9}, cache, rates) == pytest.approx(1e3 / gbps), what
+    assert limit_ms({}, cache, rates) is None
+    at_home = Rates(device=100, dram=20, gather=10)
+    assert limit_ms({"transfer": 10**9}, cache, at_home) == pytest.approx(50)
 
 
 @pytest.mark.parametrize("kind", ["sketch", "auto"])

@@ -124,6 +124,20 @@ def test_d2o_merges_what_is_alike_enough(given: Heads, ratio: float, sinks: int)
         assert_entries(kept, expected)
 
 
+def test_d2o_merges_the_only_entry_that_goes(given: Heads) -> None:
+    """It is as alike as the mean."""
+    keys, values = (one.double().numpy() for one in given[1:])
+    stop, group = PROMPT - WINDOW, len(given[0]) // len(keys)
+    tested = method("d2o", sink_tokens=0, window_tokens=WINDOW, budget_tokens=PROMPT - 1)
+    scores, expected = of_groups(total(given), len(keys)) * group, []
+    for h in range(len(keys)):
+        every = {n: (keys[h, n], values[h, n]) for n in range(stop)}
+        held = {n: every[n] for n in top(scores[h], stop - 1, range(stop))}
+        Alike(0.5).merge(held, {n: every[n] for n in every if n not in held})
+        expected.append(held)
+    assert_entries(run(tested, given, new=1).kept, expected)
+
+
 @pytest.mark.parametrize("sinks", [0, 16])
 @pytest.mark.parametrize("elastic", [0, 7, 25, 100])
 def test_elastic_cache_averages_neighbours_and_evicts_at_one_place(

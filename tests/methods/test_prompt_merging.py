@@ -66,20 +66,20 @@ def cut(keys: Array, guarded: set[int], room: int, first: int) -> Sets:
 
 
 @pytest.mark.parametrize("sinks", [0, 16])
-@pytest.mark.parametrize("ratio", [0.0, 0.2, 0.5])
+@pytest.mark.parametrize(("ratio", "room"), [(0.0, 41), (0.2, 41), (0.5, 41), (0.5, 40)])
 def test_kvmerger_averages_neighbours_by_their_distance_from_the_pivot(
-    given: Heads, sinks: int, ratio: float
+    given: Heads, sinks: int, ratio: float, room: int
 ) -> None:
     keys, values = (one.double().numpy() for one in given[1:])
-    budget = sinks + WINDOW + ROOM
+    budget = sinks + WINDOW + room
     settings = {"sink_tokens": sinks, "window_tokens": WINDOW, "budget_tokens": budget}
     driven = run(method("kvmerger", protected_ratio=ratio, **settings), given, new=1)
     scores, expected, sizes = group_totals(given), [], []
     stop = PROMPT - WINDOW
     for h in range(len(keys)):
-        guarded = top(scores[h], min(int(ratio * ROOM), (ROOM - 1) // 2), range(sinks, stop))
-        sets = cut(keys[h, sinks:stop], guarded, ROOM, sinks)
-        assert len(sets) == ROOM
+        guarded = top(scores[h], min(int(ratio * room), (room - 1) // 2), range(sinks, stop))
+        sets = cut(keys[h, sinks:stop], guarded, room, sinks)
+        assert len(sets) == room
         held = {}
         for members in sets:
             pivot = max(members, key=lambda n: (scores[h, n], -n))

@@ -63,6 +63,13 @@ def test_forgetting_looks_at_no_more_queries_than_count() -> None:
     assert method("a2sf", forgetting=0.99).needs.last_queries == 1604
 
 
+def test_tokens_of_one_step_age_what_came_before_by_their_number() -> None:
+    tested = method("a2sf", forgetting=0.5)
+    moment = type("", (), {"new": 3, "end": 10, "group": 2})
+    moved = tested.moved(torch.tensor([[8.0, 0.0]]), torch.tensor([[1.0, 2.0]]), moment)
+    assert moved.tolist() == [[2.0, 2.0]]
+
+
 class Unimportant:
     """Which entries each query weighed below the mean; how often the recent ones did."""
 
