@@ -126,8 +126,11 @@ def test_what_a_short_chunk_learns_and_a_rotary_table_take_is_counted() -> None:
 
 def test_a_cpu_searches_no_nearest_keys_ahead() -> None:
     tokens = 128 << 10
-    option = option_of(tokens, "hybrid", Machine("cpu", None, 64 * GIB, HOST))
-    needs = replace(HybridConfig().build().needs, nearest_keys=0)
+    machine = Machine("cpu", None, 64 * GIB, HOST)
+    option = option_of(tokens, "hybrid", machine, method="retrieval_attention")
+    needs = HybridConfig(method="retrieval_attention").build().needs
+    assert needs.nearest_keys
+    needs = replace(needs, nearest_keys=0)
     learning = learning_bytes(LLAMA_8B.layers[0], needs, tokens, 2)
     assert option.host_bytes["builds"] == 32 * learning.kept
 
@@ -299,8 +302,10 @@ def test_states_of_a_fixed_size_lie_on_the_device_and_are_read_and_written() -> 
         assert without.device_bytes["states"] == without.ms["states"] == 0
         assert option.ms["states"] == pytest.approx(1e3 * 2 * GIB / (0.9 * 1008e9))
         assert option.max_context_tokens <= without.max_context_tokens
-        assert option.fits
     assert more.options[0].max_context_tokens < plain.options[0].max_context_tokens
+    filled = make_plan(facts, DESKTOP, 128 << 10, HybridConfig(cold=HOST_FINDS)).options[2]
+    assert filled.settings["spare_tokens"]
+    assert filled.fits, "what is free is what the states leave"
 
 
 def test_windows_of_other_layers_count() -> None:
@@ -372,6 +377,13 @@ def test_spare_tokens_that_were_asked_for_come_before_codes(spare: int) -> None:
     cold = tokens - 640 - spare
     more = 32 * 8 * (cold + cold // 16) * (wider - size)
     assert sum(option.device_bytes.values()) + more > CARD.memory_bytes - CONTEXT - GIB
+
+
+def test_codes_leave_room_for_any_number_of_spare_tokens() -> None:
+    machine = replace(DESKTOP, host_bytes=128 * GIB)
+    for spare in range(1024, 12 << 10, 512):  # a step takes little more than its digests
+        option = option_of(200 << 10, "hybrid", machine, spare_tokens=spare)
+        assert option.fits, (spare, option.why)
 
 
 def test_few_cold_keys_are_left_to_the_host_unless_it_is_told_otherwise() -> None:
