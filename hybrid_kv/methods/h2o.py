@@ -88,7 +88,7 @@ class Following(Evicting):
         if seen is not None:
             all_scores = self.prompt_scores(seen, left.num_heads, layer_idx)
             count, leaving = all_scores.shape[1], left.lengths[0]
-            first = min(self.params.sink_tokens, count - leaving)
+            first = self.params.sink_tokens
             state = _state(all_scores[:, first + leaving :].clone(), count)
             scores = all_scores[:, first : first + leaving]
         else:

@@ -252,7 +252,7 @@ class HeadKV(SnapKV):
         exact = (budget - pool + len(every) * pool * parts).tolist()
         budgets = torch.tensor(shared_out(len(every) * budget, exact))
         own = dict(zip(known, budgets.split([len(one) for one in known.values()]), strict=True))
-        kept: list[int] = own[layer_idx].clamp(max=scores.shape[1]).tolist()
+        kept: list[int] = own[layer_idx].tolist()
         return kept
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import hybrid_kv
-from hybrid_kv.entries import Attended
+from hybrid_kv.entries import Attended, Entries
 from hybrid_kv.errors import ConfigError
 from hybrid_kv.methods.evicting import of_window
 from hybrid_kv.plugins import METHODS
@@ -62,6 +62,17 @@ def test_snapkv_keeps_the_best_pooled_scores_of_every_head(
     driven = run(tested, given, new=1)
     expected = snapkv(scores, 91 - sinks - window, sinks)
     assert kept_sets(driven.kept, len(given[1])) == expected
+
+
+def test_neighbours_of_a_sink_that_is_attended_count_as_much(given: Heads) -> None:
+    """Pooling looks at what is kept in any case as well."""
+    q, k, v = (one.clone() for one in given)
+    q[..., 0], k[..., 0], k[:, 15, 0] = 20.0, 0.0, 20.0
+    tested = method("snapkv", sink_tokens=16, budget_tokens=16 + 32 + 9)
+    scores = scores_of((q, k, v), window=32, observed=32, pool=7)
+    expected = snapkv(scores, 9, 16)
+    assert all({16, 17, 18} <= head for head in expected)
+    assert kept_sets(run(tested, (q, k, v), new=1).kept, len(k)) == expected
 
 
 @pytest.mark.parametrize("safeguard", [0.0, 0.5, 0.8, 1.0])
@@ -181,6 +192,17 @@ def test_a_token_that_was_cut_off_leaves_no_score_behind(given: Heads, name: str
     torch.testing.assert_close(again[:, -1], mass[:, -1])
     if name == "h2o":
         assert (again[:, :-1] > mass[:, :-1]).all()
+
+
+def test_heads_that_hold_different_numbers_go_on_with_their_best() -> None:
+    """Where a crop has left them so."""
+    rows = torch.randn(2, 6, 8)
+    scores = torch.tensor([[1.0, 9.0, 3.0, 7.0, 5.0, 8.0], [4.0, 2.0, 6.0, 0.0, 0.0, 0.0]])
+    every = Entries.of(rows, rows, torch.arange(6), score=scores)
+    kept = every.select([torch.arange(6), torch.arange(2)])
+    left = Entries.of(rows[:, :1], rows[:, :1], torch.tensor([6]))
+    new = method("h2o", window_tokens=16, budget_tokens=30).absorb(0, 0, kept, left, None)
+    assert kept_sets(new, 2) == [{1, 5, 6}, {0, 1, 6}]
 
 
 def test_tova_needs_no_window(given: Heads) -> None:
