@@ -114,6 +114,22 @@ def test_a_budget_is_halved_between_what_is_kept_and_what_is_found(name: str) ->
     assert attended(given) == pytest.approx(181 + extra, abs=16)
 
 
+def test_whole_heads_share_what_sinks_window_and_newest_leave() -> None:
+    """Of 601 tokens in pages of 8: a page of sinks, a window of 40, half a page that is newest."""
+    rest = 181 - 8 - 40 - 4
+    given = at_budget("duo_attention", 181, 8)
+    assert (given.sink_tokens, given.window_tokens) == (8, 40)
+    assert given.retrieval_ratio == pytest.approx(rest / (601 - 48))
+    halved = at_budget("duo_attention", 181, 8, demote="offload", cold={"index": "flat"})
+    assert halved.cold.top_k == rest // 2
+    assert halved.retrieval_ratio == pytest.approx((rest - rest // 2) / (601 - 48))
+
+
+def test_a_window_is_given_up_by_pages_where_a_budget_is_small() -> None:
+    given = at_budget("snapkv", 40, 16)
+    assert (given.window_tokens, given.budget_tokens) == (16, 40 - 8)
+
+
 def test_a_method_that_knows_no_budget_is_refused() -> None:
     with pytest.raises(ConfigError, match="Method does not say how a budget of tokens sets"):
         Method.at_budget(None, 100, context_tokens=1000, page_size=16)

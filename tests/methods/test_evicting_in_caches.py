@@ -142,7 +142,28 @@ def test_cutting_into_what_was_dropped_is_refused_and_changes_nothing(name: str)
     assert [row.length for row in every(kv)] == before
 
 
-@pytest.mark.parametrize("name", ["kvmerger", "look_m", "d2o", "elastic_cache", "razor_attention"])
+MERGING = ("kvmerger", "look_m", "d2o", "elastic_cache", "razor_attention")
+
+
+@pytest.mark.parametrize("name", MERGING)
+def test_a_crop_to_the_end_of_what_is_merged_or_to_the_sinks_is_served(name: str) -> None:
+    own = {"heads": [[1, 0], [0, 1]]} if name == "razor_attention" else {}
+    kv, sinks = (cache(name, window_tokens=0, sink_tokens=16, **own) for _ in range(2))
+    new = tokens(PROMPT, seed=13)
+    step(kv, new)
+    step(sinks, [(q[:, :, :16], k[:, :, :16], v[:, :, :16]) for q, k, v in new])
+    decode(kv, 1)
+    missing = [set(range(16, PROMPT)) - head for head in kept_sets(held(kv).kept, 2)]
+    end = 1 + max(max(head, default=0) for head in missing)
+    kv.layers[0].crop(PROMPT + 1 - end)
+    assert held(kv).length == end
+    kv.layers[0].crop(end - 16)
+    kv.layers[1].crop(PROMPT + 1 - 16)
+    found, expected = (decode(one, STEPS, seed=400) for one in (kv, sinks))
+    torch.testing.assert_close(found, expected, **TOLERANCES[torch.float32])
+
+
+@pytest.mark.parametrize("name", MERGING)
 def test_a_crop_leaves_nothing_of_what_is_forgotten_in_merged_entries(name: str) -> None:
     """Regression: merged entries kept the keys and values of tokens that had been cropped."""
     kv, plain = (cache(name, window_tokens=0) for _ in range(2))

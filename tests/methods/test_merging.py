@@ -12,6 +12,7 @@ from torch import Tensor
 from hybrid_kv.config import HybridConfig
 from hybrid_kv.entries import Entries
 from hybrid_kv.methods.merging import left_out, nearest
+from hybrid_kv.types import Needs
 from tests.drive_method import drive
 from tests.methods.eviction import (
     PROMPT,
@@ -199,6 +200,13 @@ def test_with_a_cold_tier_what_is_kept_are_true_copies(given: Heads, name: str) 
         assert torch.equal(k, given[1][h, positions])
         assert torch.equal(v, given[2][h, positions])
     assert max(driven.error) < CLOSE["atol"]
+
+
+@pytest.mark.parametrize("name", ["kvmerger", "look_m", "d2o", "elastic_cache"])
+def test_an_index_of_what_is_not_kept_is_asked_for_as_well(name: str) -> None:
+    index = method("retrieval_attention").needs
+    assert method(name).needs == Needs(column_sums=True)
+    assert method(name, demote="offload").needs == index | Needs(column_sums=True)
 
 
 def test_what_is_left_out_is_the_rest() -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 from tests.methods.eviction import PROMPT, Array, Heads, kept_sets, method, of_groups, run, top
-from tests.methods.test_merging import assert_entries, cosine, total
+from tests.methods.test_merging import CLOSE, assert_entries, cosine, total
 
 WINDOW, ROOM = 32, 41
 Sets = list[list[int]]
@@ -98,6 +99,19 @@ def test_kvmerger_averages_neighbours_by_their_distance_from_the_pivot(
     assert driven.kept.bias is not None
     for bias, counts in zip(driven.kept.split(driven.kept.bias), sizes, strict=True):
         np.testing.assert_allclose(bias.exp().numpy(), counts, rtol=1e-5)
+
+
+def test_kvmerger_knows_no_scale_of_keys(given: Heads) -> None:
+    q, k, v = given
+    settings = {"window_tokens": WINDOW, "budget_tokens": WINDOW + ROOM}
+    plain, small = (
+        run(method("kvmerger", **settings), (q / scale, k * scale, v), new=1).kept
+        for scale in (1.0, 2.0**-12)
+    )
+    assert plain is not None
+    assert small is not None
+    assert torch.equal(plain.positions, small.positions)
+    torch.testing.assert_close(small.v, plain.v, **CLOSE)
 
 
 @pytest.mark.parametrize("name", ["kvmerger", "look_m"])

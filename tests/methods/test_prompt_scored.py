@@ -175,7 +175,7 @@ def test_a_head_keeps_no_more_than_there_is() -> None:
 
 
 @pytest.mark.parametrize("sinks", [0, 16])
-@pytest.mark.parametrize("ratio", [0.3, 0.7, 0.95, 1.0])
+@pytest.mark.parametrize("ratio", [0.02, 0.3, 0.7, 0.95, 1.0])
 def test_zipvl_keeps_what_holds_so_much_of_a_layers_attention(
     given: Heads, ratio: float, sinks: int
 ) -> None:
@@ -195,6 +195,12 @@ def test_zipvl_keeps_what_holds_so_much_of_a_layers_attention(
     few = run(method("zipvl", mass_ratio=ratio, sink_tokens=sinks, budget_tokens=83), given, new=1)
     some = set(ranked[: min(len(kept), 83 - WINDOW - sinks)])
     assert kept_sets(few.kept, len(k)) == [some] * len(k)
+
+
+def test_zipvl_with_an_open_budget_keeps_everything() -> None:
+    opened = method("zipvl", budget_tokens=83)
+    opened.params = type(opened).full_budget(opened.params)
+    assert not drive(opened).lost.any()
 
 
 def unlike_the_mean(k: Tensor) -> Array:
