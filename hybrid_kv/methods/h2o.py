@@ -113,7 +113,8 @@ class Following(Evicting):
         return [self._after(layer_idx, watched, row) for row in range(len(watched.kept))]
 
     def _after(self, layer_idx: int, attended: Attended, row: int) -> Entries:
-        kept, end = attended.kept[row] or _nothing(attended, row, self.parts), attended.lengths[row]
+        kept, end = attended.kept[row], attended.lengths[row]
+        assert kept is not None  # absorb was asked when the prompt ended, whatever left
         far, near, positions = self.masses(layer_idx, attended, row)
         moment = Moment(attended.q.shape[2], end, attended.q.shape[1] // kept.num_heads)
         old = of_window(kept.state, positions, len(near), self.parts)
@@ -148,14 +149,6 @@ class RecentShare(Following):
 
 def _state(window: Tensor, end: int) -> dict[str, Tensor]:
     return {"window": window, "end": torch.full((), end, device=window.device)}
-
-
-def _nothing(attended: Attended, row: int, parts: tuple[int, ...]) -> Entries:
-    """No entries of a row from which nothing has left yet; a place for the scores of its window."""
-    keys, positions = attended.window(row)
-    none = keys[:, :0]
-    score = torch.zeros(len(keys), 0, *parts, device=keys.device)
-    return Entries.of(none, none, positions[:0], score=score)
 
 
 class HeavyParams(RecentShareParams):

@@ -177,8 +177,13 @@ def test_a_draft_model_changes_nothing(name: str) -> None:
             cache.check_integrity()
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
-@pytest.mark.parametrize("method", ["hybrid", "retrieval_attention", "full"])
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [
+        *((name, method) for name in ("llama", "gemma3") for method in ("hybrid", "full")),
+        *(("llama", "retrieval_attention"), ("mistral", "full")),
+    ],
+)
 def test_rows_of_a_cache_can_be_repeated_and_selected(name: str, method: str) -> None:
     model = build(name)
     settings = config() if method == "hybrid" else config().replace(method=method)
@@ -222,6 +227,28 @@ def test_rows_with_recurrent_states_can_be_repeated_and_selected(model_type: str
         found = play(cache, partial(cache.batch_repeat_interleave, 3), *select)
         torch.testing.assert_close(found, want, **CLOSE)
         cache.check_integrity()
+
+
+def test_padding_goes_with_the_rows_that_are_repeated_and_selected() -> None:
+    model, (ids, mask) = build("llama"), padded()
+
+    def play(cache: Cache, *changes: Callable[[], None]) -> Tensor:
+        at = (mask.cumsum(1) - 1).clamp_min(0)
+        model(ids, attention_mask=mask, position_ids=at, **passing(cache))
+        for change in changes:
+            change()
+        seen = torch.cat([mask[[2, 0, 1]], mask.new_ones(3, 3)], dim=1)
+        at = (seen.cumsum(1) - 1)[:, -3:]
+        new = prompt(3, 3, seed=1)
+        return model(new, attention_mask=seen, position_ids=at, **passing(cache)).logits
+
+    plain = DynamicCache(config=model.config)
+    want = play(plain, lambda: plain.reorder_cache(torch.tensor([2, 0, 1])))
+    with hkv.attach(model, config()) as runtime:
+        cache = runtime.cache()
+        select = partial(cache.batch_select_indices, torch.tensor([4, 0, 3]))
+        found = play(cache, partial(cache.batch_repeat_interleave, 2), select)
+    torch.testing.assert_close(found, want, **CLOSE)
 
 
 def test_beams_of_a_later_turn_equal_eager_attention(model: PreTrainedModel) -> None:
