@@ -98,8 +98,3 @@ def _named_in(folder: Path | None) -> str | None:
         return str(found["architectures"][0])
     except (OSError, ValueError, KeyError, IndexError, TypeError):
         return None
-
-
-def max_context(config: PreTrainedConfig) -> int | None:
-    """The longest context the model was made for, in tokens; None where it says nothing."""
-    return getattr(config, "max_position_embeddings", None)

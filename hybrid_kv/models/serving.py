@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import wraps
 from inspect import signature
@@ -19,7 +19,7 @@ from hybrid_kv.models import hf_attention
 from hybrid_kv.models.cache_state import CACHE_ARGUMENT, outside_graphs, passed, renamed
 from hybrid_kv.models.hf_cache import ServedCache, TieredCache
 from hybrid_kv.models.layer_major import LayerMajorPrefill
-from hybrid_kv.models.support import text_config, text_parts
+from hybrid_kv.models.support import max_context, text_config, text_parts
 from hybrid_kv.plugins import Method
 from hybrid_kv.runtime import check_host_memory
 from hybrid_kv.types import ModelInfo, bytes_per_token
@@ -119,9 +119,7 @@ class Serving:
                 with self._inside(module):
                     return call()
             with self._turned_on(module, cache, inputs), self._inside(module):
-                plans: Sequence[DevicePlan] = ()
-                if isinstance(cache, TieredCache) and _is_one_token(inputs):
-                    plans = _advanced(cache)
+                plans = _advanced(cache, inputs)
                 if self._graphs is not None and isinstance(cache, TieredCache):
                     output = self._graphs.forward(cache, module, inputs, plans, inner)
                 else:
@@ -229,7 +227,7 @@ class Serving:
 
     def check_context(self, num_tokens: int) -> None:
         """Raises ConfigError where `num_tokens` exceed what the model was made for."""
-        limit = getattr(self.text_config, "max_position_embeddings", None)
+        limit = max_context(self.text_config)
         if limit is not None and num_tokens > limit:
             raise ConfigError(
                 f"context must be at most {limit} tokens for this model, got {num_tokens}; shorten "
@@ -302,16 +300,13 @@ def _rows_asked(module: nn.Module, inputs: dict[str, Any], num_tokens: int) -> i
     return asked if few and "logits_to_keep" in signature(module.forward).parameters else None
 
 
-def _is_one_token(inputs: dict[str, Any]) -> bool:
-    """Whether a forward takes one new token of one row."""
+def _advanced(cache: TieredCache | JoinedCache, inputs: dict[str, Any]) -> list[DevicePlan]:
+    """Begins a step where a forward is one of one token of one row; see `Layers.advance`."""
     source = _source(inputs)
-    return source is not None and source.shape[:2] == (1, 1)
-
-
-def _advanced(cache: TieredCache) -> list[DevicePlan]:
-    """Begins a step of one token of one row; see `Layers.advance`."""
-    kv = cache.kv
-    return [] if kv.more_prompt else kv.layers.advance(cache.get_seq_length())
+    is_one_token = source is not None and source.shape[:2] == (1, 1)
+    if not is_one_token or not isinstance(cache, TieredCache) or cache.kv.more_prompt:
+        return []
+    return cache.kv.layers.advance(cache.get_seq_length())
 
 
 def _num_tokens(inputs: dict[str, Any]) -> int:

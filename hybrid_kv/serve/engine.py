@@ -185,14 +185,18 @@ class Engine:
             with self._llm.runtime.generating(), torch.inference_mode():
                 self._llm.runtime.try_products()  # nobody waits yet
                 started.set_result(None)
-                self._serve()
-                self._rounds.close()
+                try:
+                    self._serve()
+                except Exception as error:  # a bug of ours: nobody shall wait for ever
+                    _log.exception("the engine failed")
+                    self._fail(error)
+                finally:
+                    self._rounds.close()
         except Exception as error:
-            if not started.done():
+            if started.done():
+                _log.exception("the engine failed as it ended")
+            else:
                 started.set_exception(error)
-            else:  # a bug of ours: nobody shall wait for ever
-                _log.exception("the engine failed")
-                self._fail(error)
 
     def _serve(self) -> None:
         published = 0.0

@@ -91,6 +91,7 @@ class Scheduler:
 
     def round(self) -> None:
         """One round, for what has been admitted."""
+        self._end_saving()
         self._end_early()
         self._prefill()
         self._decode()
@@ -109,8 +110,8 @@ class Scheduler:
             if self.runs and not self._fits(needed):
                 return
             queue.popleft()
-            leader = self._prompts.leader(ticket.request)
             try:
+                leader = self._prompts.leader(ticket.request)
                 self.runs.append(RunningRequest(self._llm, ticket, needed, leader))
             except Exception as error:  # as where a device has no memory left
                 self._finish(ticket, "error", error=error)
@@ -152,7 +153,8 @@ class Scheduler:
         except Exception as error:
             self._end(run, "error", error)
         else:
-            if run.is_sealed and not run.is_ready and not run.is_aside:
+            # Not what has been done aside by now: it comes back first, with its errors.
+            if run.is_sealed and not run.is_ready and run.work is None:
                 self._answer(run)
 
     def _answer(self, run: RunningRequest) -> None:
@@ -303,19 +305,22 @@ class Scheduler:
     def _end(self, run: RunningRequest, reason: Reason, error: Exception | None = None) -> None:
         """Hands out the last event of a request and lets go of what it holds."""
         self.runs.remove(run)
-        if run.is_aside:
-            run.abandon()
-            self._finish(run.ticket, reason, run.usage(), run.report(self._alone), error)
-            return
-        if error is None and run.has_begun:
-            try:
+        report, is_kept = None, False
+        try:
+            if error is None and run.has_begun and not run.is_aside:
                 run.settle()
-            except Exception as late:
-                reason, error = "error", late
-        report, usage = run.report(self._alone), run.usage()
-        if error is not None or not run.is_ready or not self._prefixes.keep(run.cache, run.ids):
+        except Exception as late:
+            reason, error = "error", late
+        try:
+            report = run.report(self._alone)
+            is_kept = error is None and run.is_ready and self._prefixes.keep(run.cache, run.ids)
+        except Exception as late:
+            reason, error = "error", error or late
+        if run.work is not None:
+            run.abandon()
+        elif not is_kept:
             run.close()
-        self._finish(run.ticket, reason, usage, report, error)
+        self._finish(run.ticket, reason, run.usage(), report, error)
 
     def _finish(
         self,
@@ -356,20 +361,29 @@ class Scheduler:
         Args:
             done: called in another thread when it is time for the next one.
         """
-        if self._saving is not None and self._saving[0].done():
-            work, cache = self._saving
-            self._saving = None
-            cache.close()
-            work.result()
+        self._end_saving()
         if self._contexts is None or self._saving is not None:
             return
         if (prefix := self._prefixes.unsaved()) is not None:
-            self._saving = self._prompts.save(prefix)
+            try:
+                self._saving = self._prompts.save(prefix)
+            except Exception:  # as where the copy does not fit
+                _log.exception("a context could not be saved")
+                return
             self._saving[0].add_done_callback(lambda _: done())
+
+    def _end_saving(self) -> None:
+        """Lets go of a context that has been saved; an error of that is no request's."""
+        if not self.has_saved or self._saving is None:
+            return
+        (work, cache), self._saving = self._saving, None
+        cache.close()
+        if (error := work.exception()) is not None:
+            _log.error("a context could not be saved", exc_info=error)
 
     @property
     def has_saved(self) -> bool:
-        """Whether `save_some` is to be called again."""
+        """Whether a context has been saved, and its copy is still there."""
         return self._saving is not None and self._saving[0].done()
 
     def close(self) -> None:

@@ -8,12 +8,14 @@ from contextlib import contextmanager
 from time import monotonic, sleep
 from typing import Any
 
+import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import hybrid_kv as hkv
 from hybrid_kv.errors import BusyError
 from hybrid_kv.models.cache_state import passing
+from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.saved.registry import ContextRegistry
 from hybrid_kv.serve import (
     Engine,
@@ -134,3 +136,16 @@ def ended(rounds: Scheduler, *tickets: RequestHandle) -> list[Finished]:
     while not all(ticket.is_finished for ticket in tickets):
         rounds.round()
     return [read(ticket)[1] for ticket in tickets]
+
+
+def caches_made(llm: hkv.LLM, monkeypatch: pytest.MonkeyPatch) -> list[TieredCache]:
+    """A list of all caches that are made from now on, by models or as forks of others."""
+    made, fork, new = list[TieredCache](), TieredCache.fork, type(llm.runtime).cache
+
+    def keep(cache: TieredCache) -> TieredCache:
+        made.append(cache)
+        return cache
+
+    monkeypatch.setattr(TieredCache, "fork", lambda self: keep(fork(self)))
+    monkeypatch.setattr(type(llm.runtime), "cache", lambda *args: keep(new(*args)))
+    return made

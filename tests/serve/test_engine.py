@@ -31,6 +31,7 @@ from hybrid_kv.serve import (
     Token,
     running,
 )
+from hybrid_kv.serve.prefill_queue import KeptPrefixes
 from hybrid_kv.serve.running import needed_bytes
 from hybrid_kv.store import memory
 from tests.contracts.architectures import build
@@ -394,6 +395,35 @@ def test_a_request_that_cannot_begin_ends_with_its_error(
         ends = ended(rounds, *admitted(rounds, wrong, asked(20)))
     assert [end.reason for end in ends] == ["error", "length"]
     assert type(ends[0].error).__name__ == "CapacityError"
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        (running.RunningRequest, "report"),
+        (running.RunningRequest, "settle"),
+        (KeptPrefixes, "keep"),
+    ],
+)
+def test_an_error_as_a_request_ends_is_its_own(
+    one: hkv.LLM, monkeypatch: pytest.MonkeyPatch, place: tuple[type, str]
+) -> None:
+    """It ended nothing: in no list any more, the request had no last event."""
+    whole, calls = getattr(*place), iter(range(9))
+
+    def failing(*args: Any) -> Any:
+        if not next(calls):
+            raise ZeroDivisionError("as a test")
+        return whole(*args)
+
+    monkeypatch.setattr(*place, failing)
+    with scheduling(one) as rounds:
+        tickets = admitted(rounds, asked(20), asked(30, max_new_tokens=30), asked(40))
+        ends = ended(rounds, *tickets)
+    assert sorted(end.reason for end in ends) == ["error", "length", "length"]
+    [(failed, ticket)] = [both for both in zip(ends, tickets, strict=True) if both[0].error]
+    assert "ZeroDivisionError: as a test" in str(failed.error)
+    assert len(read(ticket)[0]) == ticket.request.max_new_tokens
 
 
 # Refusals -----------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,14 @@ from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.saved.registry import ContextRegistry
 from hybrid_kv.serve import Engine, Limits, Request, RequestHandle, Sampling, Token
 from hybrid_kv.serve.prefill_queue import KeptPrefixes
+from hybrid_kv.serve.scheduler import Scheduler
 from tests.models.folder import tokenizer
 from tests.serve.asking import (
     NEW,
     admitted,
     alone,
     asked,
+    caches_made,
     ended,
     prompt,
     read,
@@ -186,14 +189,7 @@ def test_every_cache_is_closed_at_its_end(
     llm: hkv.LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not when somebody collects it: builds of indexes go on until then."""
-    made, fork, new = list[TieredCache](), TieredCache.fork, type(llm.runtime).cache
-
-    def keep(cache: TieredCache) -> TieredCache:
-        made.append(cache)
-        return cache
-
-    monkeypatch.setattr(TieredCache, "fork", lambda self: keep(fork(self)))
-    monkeypatch.setattr(type(llm.runtime), "cache", lambda *args: keep(new(*args)))
+    made = caches_made(llm, monkeypatch)
     with scheduling(llm, Limits(prefix_bytes=1 << 19), ContextRegistry(tmp_path)) as rounds:
         for seed in range(3):
             ended(rounds, *admitted(rounds, asked(300, seed), asked(300, seed)))
@@ -206,6 +202,70 @@ def test_every_cache_is_closed_at_its_end(
         rounds.round()  # and is ended by the end of all
     assert len(made) > 6
     assert all(cache.state.is_closed for cache in made)
+
+
+def test_a_cache_that_was_filled_for_a_request_that_has_ended_is_closed(
+    llm: hkv.LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = caches_made(llm, monkeypatch)
+    with scheduling(llm, contexts=ContextRegistry(tmp_path)) as rounds:
+        [ticket] = admitted(rounds, asked(300))
+        rounds.round()
+        wait([work for run in rounds.runs if (work := run.work)])
+        ticket.cancel()
+        rounds.round()
+        assert ticket.is_finished
+        assert [cache.state.is_closed for cache in made] == [True]
+
+
+def test_caches_of_an_engine_that_failed_are_closed(
+    llm: hkv.LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: Scheduler) -> None:
+        raise KeyError("a bug")
+
+    made = caches_made(llm, monkeypatch)
+    with Engine(llm) as engine:
+        read(engine.submit(asked(200)))
+        monkeypatch.setattr(Scheduler, "round", fail)
+        assert "a bug" in str(read(engine.submit(asked(200)))[1].error)
+    assert made
+    assert all(cache.state.is_closed for cache in made)
+
+
+def test_a_context_that_is_saved_is_let_go_while_requests_run(
+    llm: hkv.LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with scheduling(llm, contexts=ContextRegistry(tmp_path)) as rounds:
+        ended(rounds, *admitted(rounds, asked(300)))
+        copies = caches_made(llm, monkeypatch)
+        rounds.save_some(lambda: None)
+        [copy] = copies
+        until(lambda: rounds.has_saved)
+        admitted(rounds, asked(20))
+        rounds.round()
+        assert copy.state.is_closed
+
+
+@pytest.mark.parametrize("place", [(ContextRegistry, "add"), (TieredCache, "fork")])
+def test_a_context_that_cannot_be_saved_is_no_error_of_the_engine(
+    llm: hkv.LLM,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    place: tuple[type, str],
+) -> None:
+    """It ended, and took no more requests."""
+
+    def fail(*_: Any) -> None:
+        raise MemoryError("as a test")
+
+    monkeypatch.setattr(*place, fail)
+    with Engine(llm, contexts=ContextRegistry(tmp_path)) as engine:
+        read(engine.submit(asked(300)))
+        until(lambda: "a context could not be saved" in caplog.text)
+        assert read(engine.submit(asked(30)))[1].reason == "length"
+    assert "as a test" in caplog.text
 
 
 def test_kept_contexts_stay_within_their_bytes(llm: hkv.LLM) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from concurrent.futures import wait
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from hybrid_kv.saved.registry import ContextRegistry
 from hybrid_kv.serve import Engine, Limits, Prefilled, Request, RequestHandle, Sampling, Token
 from hybrid_kv.serve.running import RunningRequest
 from hybrid_kv.serve.scheduler import Scheduler
+from hybrid_kv.transfer import ThreadExecutor
 from tests.serve.asking import (
     NEW,
     admitted,
@@ -191,6 +192,31 @@ def test_an_error_aside_ends_its_own_request_only(
         _, end = read(engine.submit(asked(300)))
         assert type(end.error).__name__ == "CapacityError"
         assert read(stream)[1].reason == "length"
+
+
+def test_an_error_aside_comes_before_the_first_token(
+    llm: hkv.LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where it is there as soon as the layers are put aside: the token came before it."""
+    background = ThreadExecutor.background
+
+    def at_once(self: ThreadExecutor, work: Callable[[], None]) -> Future[None]:
+        wait([done := background(self, work)])
+        return done
+
+    def sealing(self: Layers, layer_idx: int, **options: Any) -> None:
+        if threading.current_thread().name.startswith("hybrid-kv-build") and layer_idx:
+            raise MemoryError("no room")
+
+    with scheduling(llm) as rounds:
+        [stream] = admitted(rounds, asked(20, max_new_tokens=60))
+        until(lambda: rounds.round() or tokens_of(stream))
+        monkeypatch.setattr(ThreadExecutor, "background", at_once)
+        monkeypatch.setattr(Layers, "seal_if_open", sealing)
+        [ticket] = admitted(rounds, asked(300, max_new_tokens=1))
+        [end] = ended(rounds, ticket)
+    assert type(end.error).__name__ == "CapacityError"
+    assert not tokens_of(ticket)
 
 
 def test_an_error_of_one_of_two_equal_prompts_ends_its_own_request_only(
