@@ -227,8 +227,7 @@ class Serving:
 
     def check_context(self, num_tokens: int) -> None:
         """Raises ConfigError where `num_tokens` exceed what the model was made for."""
-        limit = max_context(self.text_config)
-        if limit is not None and num_tokens > limit:
+        if (limit := max_context(self.text_config)) is not None and num_tokens > limit:
             raise ConfigError(
                 f"context must be at most {limit} tokens for this model, got {num_tokens}; shorten "
                 "the prompt, ask for fewer new tokens or take a model with a longer context"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
-from hybrid_kv.config import HybridConfig
+from hybrid_kv.config import AuditParams, HybridConfig
 from hybrid_kv.ops import get_ops
 from hybrid_kv.runtime.cache_context import CacheContext, FiniteGuard, IndexBuilds
 from hybrid_kv.runtime.engine_plan import EnginePlan
@@ -133,11 +133,12 @@ class KVCache:
         self._auditor = auditor
         self.watchers = others if auditor is None else [auditor, *others]
 
-    def look_every(self, steps: int) -> None:
-        """From now on audits look every so many decode steps, 0 for never; they begin anew."""
+    def look_every(self, steps: int, audit: AuditParams | None = None) -> None:
+        """From now on audits look every so many steps, 0 for never; they begin anew, by `audit`."""
         if self.auditor is not None:
             self.auditor.close()
-        self.config = self.config.model_copy(update={"audit_every": steps})
+        new = {"audit_every": steps, "audit": audit or self.config.audit}
+        self.config = self.config.model_copy(update=new)
         self.auditor = make_auditor(self.config, self.info)
 
     # Tokens -------------------------------------------------------------------------------------

@@ -354,8 +354,9 @@ class PrefillQueue:
 
 
 def _start(run: RunningRequest, cache: TieredCache, reused: int, config: HybridConfig) -> None:
-    if cache.kv.config.audit_every != config.audit_every:
-        cache.kv.look_every(config.audit_every)
+    held = cache.kv.config
+    if (held.audit_every, held.audit) != (config.audit_every, config.audit):
+        cache.kv.look_every(config.audit_every, config.audit)
     run.begin(cache, reused)
 
 

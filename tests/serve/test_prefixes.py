@@ -21,6 +21,7 @@ from hybrid_kv.serve.scheduler import Scheduler
 from tests.models.folder import tokenizer
 from tests.serve.asking import (
     NEW,
+    UNJUDGED,
     admitted,
     alone,
     asked,
@@ -134,6 +135,18 @@ def test_other_settings_share_nothing_but_audits_do(llm: hkv.LLM) -> None:
     assert other.usage.reused_tokens == 0
     assert audited.usage.reused_tokens == 199
     assert audited.report.missed_mass == pytest.approx(0, abs=1e-4)
+
+
+def test_audits_of_what_goes_on_are_judged_by_its_own_settings(llm: hkv.LLM) -> None:
+    """They were by those of whoever had computed the prompt."""
+    strict = tiered(16, **{"audit.action": "raise", "cold.top_k": 1, "audit.max_missed_mass": 1e-6})
+    calm = strict.replace(**{"audit.action": "warn", **UNJUDGED, "audit.min_recall": 0.0})
+    for one, other, reason in ((calm, strict, "error"), (strict, calm, "length")):
+        with scheduling(llm) as rounds:
+            ended(rounds, *admitted(rounds, asked(300, config=one)))
+            audited = asked(300, config=other, audit_every=1, max_new_tokens=40)
+            [end] = ended(rounds, *admitted(rounds, audited))
+        assert (end.usage.reused_tokens, end.reason) == (299, reason)
 
 
 def test_equal_prompts_with_other_settings_share_nothing_at_once(llm: hkv.LLM) -> None:
