@@ -256,10 +256,10 @@ class RunningRequest:
         if self._aside is None or self.is_aside:
             return False
         (work, _), then = self._aside, self._then
-        self._aside = self._then = None
         work.result()
         if then is not None:
             then()
+        self._aside = self._then = None  # not where either fails: `abandon` gives back what it has
         return True
 
     def abandon(self) -> None:

@@ -87,14 +87,12 @@ class Scheduler:
         self._saving: tuple[Future[None], TieredCache] | None = None
         self.tally = EngineCounters()
         self._steps_s: deque[float] = deque(maxlen=_LATEST)  # of decode steps
-        self._held_up = False  # streams had to wait for a prompt since
 
     def round(self) -> None:
         """One round, for what has been admitted."""
         self._end_saving()
         self._end_early()
-        self._prefill()
-        self._decode()
+        self._decode(held_up=self._prefill())
 
     # Admission -----------------------------------------------------------------------------------
 
@@ -136,15 +134,20 @@ class Scheduler:
 
     # Prompts -------------------------------------------------------------------------------------
 
-    def _prefill(self) -> None:
-        """One piece of a prompt, and what has been done aside for others."""
+    def _prefill(self) -> bool:
+        """One piece of a prompt, and what has been done aside for others.
+
+        Returns:
+            Whether streams had to wait for it.
+        """
         for back in [run for run in self.runs if run.work]:  # an answer may end others
             self._attempt(back, back.come_back)
         if (run := self._prompts.next()) is None:
-            return self._wait_for_others()
+            self._wait_for_others()
+            return False
         seconds, alone, chosen = self._time_for_a_piece(), not self._streams, run
-        self._held_up |= not alone
         self._attempt(run, lambda: self._prompts.advance(chosen, seconds, alone=alone))
+        return not alone
 
     def _attempt(self, run: RunningRequest, work: Callable[[], object]) -> None:
         """Does what brings a prompt on; its answer begins when that was the last of it."""
@@ -201,8 +204,12 @@ class Scheduler:
 
     # Answers -------------------------------------------------------------------------------------
 
-    def _decode(self) -> None:
-        """One token of every answer."""
+    def _decode(self, *, held_up: bool) -> None:
+        """One token of every answer.
+
+        Args:
+            held_up: they had to wait for a prompt.
+        """
         ready = self._streams
         if not ready:
             return
@@ -220,9 +227,8 @@ class Scheduler:
             self._step_joined(plain)
         self._steps_s.append(monotonic() - begin)
         self.tally.step(len(ready))
-        if self._held_up:
+        if held_up:
             self.tally.stall(monotonic() - min(before), self._limits.max_stall_ms / 1e3)
-            self._held_up = False
 
     def _step_alone(self, run: RunningRequest) -> None:
         try:
@@ -466,8 +472,8 @@ class EngineCounters:
         """Everything at once."""
         return EngineStats(
             queued=queued,
-            prefilling=sum(not run.is_prefilled for run in runs),
-            running=sum(run.is_prefilled for run in runs),
+            prefilling=sum(not run.is_ready for run in runs),
+            running=sum(run.is_ready for run in runs),
             finished=dict(self._finished),
             prompt_tokens=self._prompt,
             reused_tokens=self._reused,

@@ -115,10 +115,13 @@ def until(what: Callable[[], object], seconds: float = 30.0) -> None:
 
 @contextmanager
 def scheduling(
-    llm: hkv.LLM, limits: Limits | None = None, contexts: ContextRegistry | None = None
+    llm: hkv.LLM,
+    limits: Limits | None = None,
+    contexts: ContextRegistry | None = None,
+    on_end: Callable[[RequestHandle], None] = lambda ticket: None,
 ) -> Iterator[Scheduler]:
     """A scheduler whose rounds are made one by one."""
-    rounds = Scheduler(llm, limits or Limits(), contexts, lambda ticket: None)
+    rounds = Scheduler(llm, limits or Limits(), contexts, on_end)
     with torch.inference_mode():
         yield rounds
         rounds.end_all([], BusyError("as a test"))

@@ -33,6 +33,7 @@ from hybrid_kv.serve import (
 )
 from hybrid_kv.serve.prefill_queue import KeptPrefixes
 from hybrid_kv.serve.running import needed_bytes
+from hybrid_kv.serve.scheduler import Scheduler
 from hybrid_kv.store import memory
 from tests.contracts.architectures import build
 from tests.models.folder import tokenizer
@@ -603,10 +604,10 @@ def test_a_bug_in_the_loop_leaves_nobody_waiting(
         ticket, queued = (engine.submit(asked(20, max_new_tokens=500)) for _ in range(2))
         until(lambda: ticket.happened)
 
-        def fail() -> None:
+        def fail(self: Scheduler) -> None:
             raise KeyError("a bug")
 
-        monkeypatch.setattr(engine._rounds, "_decode", fail)
+        monkeypatch.setattr(Scheduler, "round", fail)
         until(lambda: ticket.is_finished and queued.is_finished)
         assert all("KeyError" in str(read(one)[1].error) for one in (ticket, queued))
         with pytest.raises(BusyError):
