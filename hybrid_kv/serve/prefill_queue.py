@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from math import sqrt
 from time import monotonic
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 import numpy.typing as npt
@@ -40,7 +41,7 @@ _MOST_HIDDEN = 256
 """Cold entries that may be cut off: every search would find them first, and look beyond."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Prefix:
     """A cache of one row and the tokens that it holds.
 
@@ -92,7 +93,7 @@ class KeptPrefixes:
     def __init__(self, limit_bytes: int) -> None:
         self._limit = limit_bytes
         self._kept: list[Prefix] = []
-        self._saved: list[Prefix] = []
+        self._saved: WeakSet[Prefix] = WeakSet()
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -145,9 +146,9 @@ class KeptPrefixes:
 
     def unsaved(self) -> Prefix | None:
         """One that was not asked for here yet, the newest first."""
-        self._saved = [prefix for prefix in self._saved if prefix in self._kept]
         found = next((one for one in reversed(self._kept) if one not in self._saved), None)
-        self._saved += [] if found is None else [found]
+        if found is not None:
+            self._saved.add(found)
         return found
 
     def drop_oldest(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Iterator
 from time import monotonic, sleep
 from typing import Any
@@ -23,17 +24,19 @@ from hybrid_kv.errors import (
 from hybrid_kv.ops.host_memory import FreeMemory
 from hybrid_kv.serve import (
     Engine,
+    Finished,
     Limits,
     Prefilled,
     Request,
     RequestHandle,
     Sampling,
     Token,
+    Usage,
     running,
 )
 from hybrid_kv.serve.prefill_queue import KeptPrefixes
 from hybrid_kv.serve.running import needed_bytes
-from hybrid_kv.serve.scheduler import Scheduler
+from hybrid_kv.serve.scheduler import EngineCounters, Scheduler
 from hybrid_kv.store import memory
 from tests.contracts.architectures import build
 from tests.models.folder import tokenizer
@@ -191,6 +194,10 @@ def test_answers_end_at_end_ids_and_stop_strings(one: hkv.LLM) -> None:
         text = "".join(event.text for event in ticket.events() if isinstance(event, Token))
         assert (stopped, end.reason) == (tokens[: place + 1], "stop")
         assert text == " ".join(words).partition(stop)[0]
+        begun = f"{words[place]} and more"
+        ticket = engine.submit(asked(50, max_new_tokens=place + 1, stop=(begun,)))
+        text = "".join(event.text for event in ticket.events() if isinstance(event, Token))
+        assert text == " ".join(words[: place + 1]), "what only began a stop string is shown"
 
 
 def test_logprobs_are_those_of_the_model(one: hkv.LLM) -> None:
@@ -227,6 +234,11 @@ def test_a_report_says_what_an_answer_took_and_read(one: hkv.LLM) -> None:
     assert report.host_kv_bytes > report.device_kv_bytes
     assert report.host_index_bytes > 0
     assert report.prefill_error is None
+    audited = config.replace(audit_every=1)
+    with scheduling(one) as rounds:
+        ends = ended(rounds, *admitted(rounds, asked(100, config=audited, audit_every=0)))
+        ends += ended(rounds, *admitted(rounds, asked(100, config=audited)))
+    assert [end.report.recall is None for end in ends] == [True, False]
 
 
 def test_a_report_says_what_of_the_prompt_was_read(one: hkv.LLM) -> None:
@@ -278,6 +290,30 @@ def test_time_limits_end_requests_wherever_they_are(one: hkv.LLM) -> None:
         assert reasons == ["timeout", "timeout"]
         assert monotonic() - begin > 0.4
         assert len(read(tickets[1])[0]) == 0, "it waited all the time"
+
+
+def test_requests_that_end_while_they_wait_end_at_once(one: hkv.LLM) -> None:
+    with scheduling(one, Limits(max_running=1)) as rounds:
+        admitted(rounds, asked(20))
+        tickets = [RequestHandle(asked(20)) for _ in range(3)]
+        tickets[0].cancel()
+        tickets[2].cancel()
+        queue = deque(tickets)
+        rounds.admit(queue)
+        assert [ticket.is_finished for ticket in tickets] == [True, False, True]
+        assert list(queue) == [tickets[1]]
+
+
+def test_a_retry_waits_for_a_slot_by_the_time_that_requests_took() -> None:
+    def end(seconds: float) -> None:
+        counters.end(Finished("length", Usage(3)), seconds)
+
+    counters = EngineCounters()
+    end(40.0)
+    assert counters.retry_after_s(4) == 10
+    end(90.0)
+    assert counters.retry_after_s(4) == pytest.approx(12.5), "a new one is a fifth of the mean"
+    assert counters.retry_after_s(100) == 1
 
 
 def test_a_full_queue_says_when_to_come_back(one: hkv.LLM) -> None:
@@ -483,14 +519,18 @@ def test_requests_wait_for_memory_that_others_hold(
     assert most == 2
 
 
-def test_memory_that_has_gone_since_admission_ends_a_request(
-    one: hkv.LLM, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_admitted", [False, True])
+def test_memory_that_has_gone_since_a_request_was_taken_on_ends_it(
+    one: hkv.LLM, monkeypatch: pytest.MonkeyPatch, is_admitted: bool
 ) -> None:
+    """Nobody holds any for which it could wait."""
+    ticket = RequestHandle(asked(100))
     with scheduling(one) as rounds:
-        tickets = admitted(rounds, asked(100))
+        rounds.admit(deque([ticket] * is_admitted))
         monkeypatch.setattr(memory, "free_memory", lambda: FreeMemory(0))
-        (end,) = ended(rounds, *tickets)
-    assert isinstance(end.error, CapacityError)
+        rounds.admit(deque([ticket] * (not is_admitted)))
+        rounds.round()
+        assert isinstance(read(ticket)[1].error, CapacityError)
 
 
 def test_kept_prefixes_give_way_to_a_prompt_that_was_admitted_before(
@@ -548,6 +588,22 @@ def test_requests_wait_for_memory_of_a_device_that_prompts_hold(
         with pytest.raises(DeviceMemoryError, match="502 tokens needs 578,304 bytes of GPU memory"):
             engine.submit(requests[0])
     assert most == 2
+
+
+def test_a_device_is_promised_what_of_prompts_is_not_computed(
+    one: hkv.LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    each = 2 * 72 * 2 * 4
+    size = int(each * 1100 / 0.9)
+    with scheduling(one, Limits(prefill_chunk_tokens=250, prefix_bytes=0)) as rounds:
+        runs = rounds.runs
+        monkeypatch.setattr(
+            running, "free_device_bytes", lambda device: size - sum(each * run.done for run in runs)
+        )
+        admitted(rounds, asked(500, max_new_tokens=2))
+        until(lambda: rounds.round() or runs[0].done >= 250)
+        admitted(rounds, asked(500, max_new_tokens=2), asked(500, max_new_tokens=2))
+        assert len(runs) == 2, "one fits beside the rest of the first, and none beside both"
 
 
 # The end of an engine -----------------------------------------------------------------------------

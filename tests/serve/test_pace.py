@@ -48,6 +48,7 @@ def test_there_is_a_least_and_a_most() -> None:
     assert pace.tokens(0, 0.0, 4096) == 16
     assert pace.tokens(0, 0.0, 5) == 5
     assert pace.tokens(0, 1e6, 300) == 300
+    assert pace.tokens(0, 1e6, 4096) == 4 * 128, "what is not known yet is tried step by step"
 
 
 def test_what_took_longer_than_expected_is_allowed_for() -> None:

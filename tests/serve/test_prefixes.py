@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from concurrent.futures import wait
 from pathlib import Path
+from time import sleep
 from typing import Any
 
 import pytest
@@ -318,6 +320,13 @@ def test_what_was_used_least_recently_goes_first(llm: hkv.LLM) -> None:
     assert found[1] == 150
     found[0].close()
     kept.drop_oldest()
+    ids = prompt(200, seed=1)
+    for most in (31, 32):
+        other = (*ids[:most], (ids[most] - 2) % 9 + 3, *ids[most + 1 :])
+        found = kept.best(other, llm.config)
+        assert (found is not None) == (most == 32), "fewer tokens are computed sooner than copied"
+    assert found is not None
+    found[0].close()
     assert kept.best(prompt(200, seed=2), llm.config) is None
     again = kept.best(prompt(200, seed=1), llm.config)
     assert again is not None
@@ -351,9 +360,9 @@ def test_a_saved_context_serves_the_next_engine(llm: hkv.LLM, tmp_path: Path) ->
 
 
 def test_a_saved_context_that_has_more_goes_before_one_in_memory(
-    llm: hkv.LLM, tmp_path: Path
+    llm: hkv.LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    request = asked(800)
+    request, made = asked(800), caches_made(llm, monkeypatch)
     short = Request((*request.ids[:100], *prompt(20, seed=7)), 2, request.sampling)
     longer = Request((*request.ids, *prompt(25, seed=3)), NEW, request.sampling)
     with Engine(llm, contexts=ContextRegistry(tmp_path)) as engine:
@@ -363,20 +372,86 @@ def test_a_saved_context_that_has_more_goes_before_one_in_memory(
         read(engine.submit(short))
         tokens, end = read(engine.submit(longer))
         again = read(engine.submit(Request(longer.ids, 1, request.sampling)))[1]
+    assert all(cache.state.is_closed for cache in made)
     assert tokens == alone(llm, longer)
     assert end.usage.reused_tokens >= 750
     assert again.usage.reused_tokens == 824, "what memory has more of is not opened"
 
 
+def test_contexts_are_saved_once_and_the_newest_first(llm: hkv.LLM, tmp_path: Path) -> None:
+    def saved() -> list[bool]:
+        registry = ContextRegistry(tmp_path)
+        every = (registry.find(torch.tensor([one.ids]), llm, llm.config) for one in requests)
+        return [shared > 0 for _, shared in every]
+
+    requests = [asked(300, seed) for seed in range(2)]
+    with scheduling(llm, contexts=ContextRegistry(tmp_path)) as rounds:
+        for request in requests:
+            ended(rounds, *admitted(rounds, request))
+        for want in ([False, True], [True, True]):
+            rounds.save_some(lambda: None)
+            until(lambda: rounds.has_saved)
+            assert saved() == want
+        rounds.save_some(lambda: None)
+        assert not rounds.has_saved
+        rounds.save_some(lambda: None)
+    assert ContextRegistry(tmp_path).counters.added == 2
+
+
+def test_a_context_that_is_being_saved_as_the_engine_ends_is_whole(
+    llm: hkv.LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add, were_closed, entered = ContextRegistry.add, list[bool](), threading.Event()
+
+    def adding(self: ContextRegistry, cache: TieredCache, *args: Any) -> bool:
+        entered.set()
+        sleep(0.2)
+        were_closed.append(cache.state.is_closed)
+        return add(self, cache, *args)
+
+    monkeypatch.setattr(ContextRegistry, "add", adding)
+    with Engine(llm, contexts=ContextRegistry(tmp_path)) as engine:
+        read(engine.submit(asked(300)))
+        assert entered.wait(60)
+    assert were_closed == [False]
+    assert ContextRegistry(tmp_path).counters.added == 1
+
+
+def test_a_context_that_cannot_be_opened_is_its_requests_error_and_leaves_no_cache(
+    llm: hkv.LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> int:
+        raise MemoryError("as a test")
+
+    monkeypatch.setattr(ContextRegistry, "take", fail)
+    made = caches_made(llm, monkeypatch)
+    with scheduling(llm, contexts=ContextRegistry(tmp_path)) as rounds:
+        [end] = ended(rounds, *admitted(rounds, asked(300)))
+        assert type(end.error).__name__ == "CapacityError"
+        assert [cache.state.is_closed for cache in made] == [True]
+
+
+def test_what_is_kept_is_audited_by_no_thread(llm: hkv.LLM) -> None:
+    before = threading.active_count()
+    with scheduling(llm) as rounds:
+        [end] = ended(rounds, *admitted(rounds, asked(100, audit_every=1)))
+        assert end.report.missed_mass is not None
+        until(lambda: threading.active_count() == before)
+        assert rounds.stats(0).prefixes == 1
+
+
 def test_places_are_where_exact_attention_looks(llm: hkv.LLM) -> None:
     with Engine(llm) as engine:
         full = read(engine.submit(asked(200, places=True, config=config("full"))))[1]
+        long = asked(60, places=True, config=config("full"), max_new_tokens=40)
+        late = read(engine.submit(long))[1]
         cold = read(engine.submit(asked(200, places=True)))[1]
         none = read(engine.submit(asked(200)))[1]
         few = tiered(16, **{"cold.top_k": 4})
         found = read(engine.submit(asked(200, places=True, config=few)))[1]
     assert none.report.places == []
     everywhere = dict(full.report.places)
+    assert {position for position, _ in late.report.places} == set(range(60)), "of the prompt all"
     assert sum(everywhere.values()) <= 1
     places = cold.report.places
     assert len(places) == 64

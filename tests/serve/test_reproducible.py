@@ -16,7 +16,16 @@ from hybrid_kv.models.joined import JoinedCache
 from hybrid_kv.saved.registry import ContextRegistry
 from hybrid_kv.serve import Engine, Limits, Prefilled, Request, RequestHandle, Sampling, Token
 from hybrid_kv.serve.scheduler import Scheduler
-from tests.serve.asking import asked, prompt, slow, small_model, tiered
+from tests.serve.asking import (
+    admitted,
+    asked,
+    prompt,
+    scheduling,
+    slow,
+    small_model,
+    tiered,
+    until,
+)
 
 FLAT = {"kind": "flat", "precision": "stored"}
 ALL_LOGPROBS = Sampling(temperature=0, logprobs=9)
@@ -83,6 +92,17 @@ def test_more_rows_than_one_pass_serves_take_two(llm: hkv.LLM) -> None:
         want = told(engine.submit(one))
         tickets = [engine.submit(request) for request in (*others, one)]
         assert told(tickets[-1]) == want
+
+
+def test_every_answer_goes_on_in_every_round(llm: hkv.LLM) -> None:
+    """Also beyond the rows of one pass."""
+    with scheduling(llm, Limits(reproducible=64)) as rounds:
+        tickets = admitted(rounds, *[asked(5, seed, max_new_tokens=40) for seed in range(10)])
+        until(lambda: rounds.round() or all(run.is_ready for run in rounds.runs))
+        before = [len(run.times) for run in rounds.runs]
+        rounds.round()
+        assert [len(run.times) for run in rounds.runs] == [count + 1 for count in before]
+        assert len(before) == len(tickets)
 
 
 def test_a_step_that_fails_as_a_whole_is_made_again_row_by_row(

@@ -5,7 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
+from dataclasses import replace
 from pathlib import Path
+from time import sleep
 from typing import Any
 
 import pytest
@@ -23,6 +25,7 @@ from tests.serve.asking import (
     admitted,
     alone,
     asked,
+    caches_made,
     ended,
     is_idle,
     prompt,
@@ -100,14 +103,16 @@ def test_streams_go_on_while_a_context_is_opened(
 def test_a_request_that_is_cancelled_while_its_context_is_opened_ends_at_once(
     llm: hkv.LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gate = held_take(monkeypatch)
+    gate, made = held_take(monkeypatch), caches_made(llm, monkeypatch)
     with Engine(llm, Limits(prefix_bytes=0), ContextRegistry(tmp_path)) as engine:
         opening = engine.submit(asked(600))
         assert gate.entered.wait(60)
         opening.cancel()
         assert read(opening)[1].reason == "cancelled"
         assert not gate.open.is_set()
+        assert not made[0].state.is_closed, "the other thread fills it"
         gate.open.set()
+        until(lambda: made[0].state.is_closed)
         until(lambda: not engine.stats().prefilling)
 
 
@@ -297,6 +302,46 @@ def test_a_prompt_waits_for_the_one_that_computes_what_it_begins_with(llm: hkv.L
         found = [read(ticket) for ticket in tickets]
     assert [tokens for tokens, _ in found] == want
     assert [end.usage.reused_tokens >= 600 for _, end in found] == [False, True, True]
+
+
+def test_a_prompt_waits_for_none_of_which_it_cannot_have_its_beginning(llm: hkv.LLM) -> None:
+    """A short one passes a long one of another method."""
+    long = asked(900)
+    short = replace(long, ids=long.ids[:40], config=hkv.HybridConfig(method="full", page_size=16))
+    with scheduling(llm, Limits(prefill_chunk_tokens=64)) as rounds:
+        tickets = admitted(rounds, long, short)
+        ended(rounds, tickets[1])
+        assert not tokens_of(tickets[0])
+
+
+def test_a_prompt_that_is_cancelled_while_its_layers_move_ends_between_two(
+    llm: hkv.LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moved, seal = list[int](), Layers.seal_if_open
+
+    def sealing(self: Layers, layer_idx: int, **options: Any) -> None:
+        sleep(0.6)  # longer than a piece may take
+        seal(self, layer_idx, **options)
+        moved.append(layer_idx)
+
+    with scheduling(llm) as rounds:
+        [ticket] = admitted(rounds, asked(100))
+        monkeypatch.setattr(Layers, "seal_if_open", sealing)
+        until(lambda: rounds.round() or moved)
+        ticket.cancel()
+        [end] = ended(rounds, ticket)
+    assert (end.reason, moved) == ("cancelled", [0])
+
+
+def test_pieces_shrink_by_the_time_that_streams_have_waited(llm: hkv.LLM) -> None:
+    hook = llm.model.register_forward_pre_hook(lambda _, args: sleep(1e-3 * args[0].shape[1]))
+    with scheduling(llm, Limits(max_stall_ms=400, prefix_bytes=0)) as rounds:
+        [ticket] = admitted(rounds, asked(250, max_new_tokens=100))
+        until(lambda: rounds.round() or tokens_of(ticket) > 2)
+        at_once = rounds.chunk_tokens
+        sleep(0.3)
+        assert rounds.chunk_tokens < 0.6 * at_once
+    hook.remove()
 
 
 def test_a_prompt_whose_leader_is_cancelled_computes_for_itself(llm: hkv.LLM) -> None:
