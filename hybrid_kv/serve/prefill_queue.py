@@ -133,7 +133,7 @@ class KeptPrefixes:
         cache.kv.look_every(0)
         new = Prefix.of(cache, ids)
         for old in [old for old in self._kept if old.key == new.key]:
-            if len(old.ids) <= len(new.ids) and new.shared(old.ids) == len(old.ids):
+            if new.shared(old.ids) == len(old.ids):
                 self._drop(old)  # the new one serves whoever it served
         self._kept.append(new)
         while self._kept and sum(self.held()) > self._limit:
@@ -190,9 +190,7 @@ class PrefillQueue:
         self._files, self._layers = ThreadExecutor(1), ThreadExecutor(1)
 
     def leader(self, request: Request) -> RunningRequest | None:
-        """Request that computes at least half of this prompt already, so that it need not be done
-        twice.
-        """
+        """Request whose prompt is at least half the same, so that it need not be done twice."""
         if self._limits.reproducible:
             return None
         key, ids = prefix_key(config_of(self._llm, request)), np.asarray(request.ids)
@@ -200,7 +198,8 @@ class PrefillQueue:
             other = run.request
             if run.is_ready or prefix_key(config_of(self._llm, other)) != key:
                 continue
-            if 2 * common_length(ids, other.ids) >= len(ids):
+            # Of a much longer one nothing could be had at its end: too much would be cut off.
+            if 2 * common_length(ids, other.ids) >= max(len(ids), len(other.ids)):
                 return run
         return None
 

@@ -38,6 +38,7 @@ from hybrid_kv.serve.prefill_queue import KeptPrefixes
 from hybrid_kv.serve.running import needed_bytes
 from hybrid_kv.serve.scheduler import EngineCounters, Scheduler
 from hybrid_kv.store import memory
+from hybrid_kv.store.layer import TierBytes
 from tests.contracts.architectures import build
 from tests.models.folder import tokenizer
 from tests.serve.asking import (
@@ -316,6 +317,15 @@ def test_a_retry_waits_for_a_slot_by_the_time_that_requests_took() -> None:
     assert counters.retry_after_s(100) == 1
 
 
+def test_waits_are_counted_and_the_longest_is_told() -> None:
+    counters = EngineCounters()
+    for seconds in (0.04, 0.3, 0.06):
+        counters.stall(seconds, bound=0.1)
+    stats = counters.stats(0, [], 32, TierBytes(0, 0, 0))
+    assert (stats.stalls, stats.late_stalls) == (3, 1)
+    assert (stats.stall_ms, stats.last_stall_ms) == (300, 60)
+
+
 def test_a_full_queue_says_when_to_come_back(one: hkv.LLM) -> None:
     with slow(one), Engine(one, Limits(max_running=1, max_queue=1)) as engine:
         tickets = [engine.submit(asked(20, max_new_tokens=100)) for _ in range(2)]
@@ -530,6 +540,7 @@ def test_memory_that_has_gone_since_a_request_was_taken_on_ends_it(
         monkeypatch.setattr(memory, "free_memory", lambda: FreeMemory(0))
         rounds.admit(deque([ticket] * (not is_admitted)))
         rounds.round()
+        assert ticket.is_finished
         assert isinstance(read(ticket)[1].error, CapacityError)
 
 

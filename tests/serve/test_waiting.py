@@ -304,14 +304,32 @@ def test_a_prompt_waits_for_the_one_that_computes_what_it_begins_with(llm: hkv.L
     assert [end.usage.reused_tokens >= 600 for _, end in found] == [False, True, True]
 
 
-def test_a_prompt_waits_for_none_of_which_it_cannot_have_its_beginning(llm: hkv.LLM) -> None:
-    """A short one passes a long one of another method."""
+@pytest.mark.parametrize(
+    ("shared", "own", "changes", "limits", "waits"),
+    [
+        (650, 60, {}, {}, True),
+        (200, 60, {}, {}, False),  # too much would be cut off
+        (200, 500, {}, {}, False),  # most of it is its own
+        (650, 60, {"config": hkv.HybridConfig(method="full", page_size=16)}, {}, False),
+        (650, 60, {}, {"reproducible": 64}, False),
+    ],
+)
+def test_a_prompt_waits_for_a_longer_one_that_computes_most_of_it_and_little_else(
+    llm: hkv.LLM,
+    shared: int,
+    own: int,
+    changes: dict[str, Any],
+    limits: dict[str, Any],
+    waits: bool,
+) -> None:
+    """And passes all others: it waited for long ones of which it could take nothing."""
     long = asked(900)
-    short = replace(long, ids=long.ids[:40], config=hkv.HybridConfig(method="full", page_size=16))
-    with scheduling(llm, Limits(prefill_chunk_tokens=64)) as rounds:
+    short = replace(long, ids=(*long.ids[:shared], *prompt(own, seed=5)), **changes)
+    with scheduling(llm, Limits(prefill_chunk_tokens=64, **limits)) as rounds:
         tickets = admitted(rounds, long, short)
-        ended(rounds, tickets[1])
-        assert not tokens_of(tickets[0])
+        [end] = ended(rounds, tickets[1])
+        assert bool(tokens_of(tickets[0])) == waits
+        assert (end.usage.reused_tokens >= shared) == waits
 
 
 def test_a_prompt_that_is_cancelled_while_its_layers_move_ends_between_two(
