@@ -298,7 +298,7 @@ class PrefillQueue:
     def chunk_tokens(self, first: int, seconds: float, left: int, *, alone: bool) -> int:
         """Of a chunk behind `first` tokens that shall take so long."""
         if (size := self._limits.reproducible) is not None:
-            return min(left, size - first % size)
+            return min(left, size)
         most = min(left, self._limits.prefill_chunk_tokens)
         return self._pace.tokens(first, seconds, most, alone=alone)
 
@@ -354,9 +354,7 @@ class PrefillQueue:
 
 
 def _start(run: RunningRequest, cache: TieredCache, reused: int, config: HybridConfig) -> None:
-    held = cache.kv.config
-    if (held.audit_every, held.audit) != (config.audit_every, config.audit):
-        cache.kv.look_every(config.audit_every, config.audit)
+    cache.kv.look_every(config.audit_every, config.audit)  # not as who has computed the prompt
     run.begin(cache, reused)
 
 

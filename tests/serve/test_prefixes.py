@@ -22,6 +22,7 @@ from hybrid_kv.serve.prefill_queue import KeptPrefixes
 from hybrid_kv.serve.scheduler import Scheduler
 from tests.models.folder import tokenizer
 from tests.serve.asking import (
+    GREEDY,
     NEW,
     UNJUDGED,
     admitted,
@@ -393,9 +394,11 @@ def test_contexts_are_saved_once_and_the_newest_first(llm: hkv.LLM, tmp_path: Pa
             until(lambda: rounds.has_saved)
             assert saved() == want
         rounds.save_some(lambda: None)
-        assert not rounds.has_saved
-        rounds.save_some(lambda: None)
-    assert ContextRegistry(tmp_path).counters.added == 2
+        other = Request((*requests[1].ids[:290], *prompt(300, seed=7)), 1, GREEDY)
+        [end] = ended(rounds, *admitted(rounds, other))
+        assert end.usage.reused_tokens >= 290
+    counters = ContextRegistry(tmp_path).counters
+    assert (counters.added, counters.hits) == (2, 0), "memory has as much of the last one"
 
 
 def test_a_context_that_is_being_saved_as_the_engine_ends_is_whole(
