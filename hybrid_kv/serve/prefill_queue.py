@@ -213,7 +213,7 @@ class PrefillQueue:
     def _can_go_on(self, run: RunningRequest) -> bool:
         leader = run.leader
         has_way = leader is None or leader.is_ready or leader not in self._runs
-        return has_way and not run.is_ready and not run.is_aside
+        return has_way and not run.is_ready and run.work is None
 
     def _urgency(self, run: RunningRequest) -> float:
         if not (left := len(run.request.ids) - run.done):
@@ -270,12 +270,14 @@ class PrefillQueue:
         def take() -> None:
             if reused and contexts.find(ids, self._llm, config)[1] <= reused:
                 return
-            opened = cache if not reused else self._llm.runtime.cache(config)
-            count = contexts.take(opened, ids, self._llm, self._llm.runtime.device)
-            if count > reused:
-                held[0] = opened, count
-            if opened is not cache:
-                (cache if count > reused else opened).close()
+            opened = spare = cache if not reused else self._llm.runtime.cache(config)
+            try:
+                count = contexts.take(opened, ids, self._llm, self._llm.runtime.device)
+                if count > reused:
+                    held[0], spare = (opened, count), cache
+            finally:
+                if opened is not cache:
+                    spare.close()
 
         work = self._aside(self._files, take)
 

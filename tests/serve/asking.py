@@ -136,8 +136,10 @@ def admitted(rounds: Scheduler, *requests: Request) -> list[RequestHandle]:
 
 def ended(rounds: Scheduler, *tickets: RequestHandle) -> list[Finished]:
     """Makes rounds until these have ended."""
+    end = monotonic() + 60
     while not all(ticket.is_finished for ticket in tickets):
         rounds.round()
+        assert monotonic() < end, "it did not happen"
     return [read(ticket)[1] for ticket in tickets]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from concurrent.futures import wait
+from dataclasses import replace
 from pathlib import Path
 from time import sleep
 from typing import Any
@@ -420,18 +421,25 @@ def test_a_context_that_is_being_saved_as_the_engine_ends_is_whole(
     assert ContextRegistry(tmp_path).counters.added == 1
 
 
+@pytest.mark.parametrize("held", [False, True])
 def test_a_context_that_cannot_be_opened_is_its_requests_error_and_leaves_no_cache(
-    llm: hkv.LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    llm: hkv.LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held: bool
 ) -> None:
+    """Also where memory holds less of the prompt."""
+
     def fail(*_: Any) -> int:
         raise MemoryError("as a test")
 
-    monkeypatch.setattr(ContextRegistry, "take", fail)
-    made = caches_made(llm, monkeypatch)
+    request = asked(400)
     with scheduling(llm, contexts=ContextRegistry(tmp_path)) as rounds:
-        [end] = ended(rounds, *admitted(rounds, asked(300)))
+        if held:
+            ended(rounds, *admitted(rounds, replace(request, ids=request.ids[:100])))
+        monkeypatch.setattr(ContextRegistry, "find", lambda *_: (tmp_path, 300))
+        monkeypatch.setattr(ContextRegistry, "take", fail)
+        made = caches_made(llm, monkeypatch)
+        [end] = ended(rounds, *admitted(rounds, request))
         assert type(end.error).__name__ == "CapacityError"
-        assert [cache.state.is_closed for cache in made] == [True]
+        assert [cache.state.is_closed for cache in made] == [True] * (1 + held)
 
 
 def test_what_is_kept_is_audited_by_no_thread(llm: hkv.LLM) -> None:

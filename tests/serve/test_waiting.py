@@ -17,6 +17,7 @@ import hybrid_kv as hkv
 from hybrid_kv.runtime.layer import Layers
 from hybrid_kv.saved.registry import ContextRegistry
 from hybrid_kv.serve import Engine, Limits, Prefilled, Request, RequestHandle, Sampling, Token
+from hybrid_kv.serve.prefill_queue import PrefillQueue
 from hybrid_kv.serve.running import RunningRequest
 from hybrid_kv.serve.scheduler import Scheduler
 from hybrid_kv.transfer import ThreadExecutor
@@ -276,6 +277,25 @@ def test_a_prompt_that_was_opened_shares_nothing_with_its_equal(
         wait([one.work, other.work])
         ended(rounds, *tickets[1:])
     assert [read(ticket)[0] for ticket in tickets[1:]] == [want, want]
+
+
+def test_a_context_that_is_there_between_two_looks_is_taken_up(
+    llm: hkv.LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its request began once more, and the context was lost."""
+    gate, made, first = held_take(monkeypatch), caches_made(llm, monkeypatch), PrefillQueue.next
+
+    def looking(self: PrefillQueue) -> RunningRequest | None:
+        if works := [run.work for run in rounds.runs if run.work]:
+            gate.open.set()
+            wait(works)
+        return first(self)
+
+    monkeypatch.setattr(PrefillQueue, "next", looking)
+    with scheduling(llm, contexts=ContextRegistry(tmp_path)) as rounds:
+        [end] = ended(rounds, *admitted(rounds, asked(300)))
+    assert end.reason == "length"
+    assert len(made) == 1
 
 
 def test_short_prompts_pass_long_ones_and_none_waits_for_ever(llm: hkv.LLM) -> None:
