@@ -6,7 +6,7 @@ import pytest
 
 from tests.walks import OWN, counts, reaches, walks
 
-WALKS, REACHES = 4, 89
+WALKS, REACHES = 4, 88
 """Lower these with every line that goes; `python -m tests.walks` says where the others are."""
 
 

@@ -29,6 +29,7 @@ from hybrid_kv.serve import (
     Prefilled,
     Request,
     RequestHandle,
+    RequestReport,
     Sampling,
     Token,
     Usage,
@@ -132,7 +133,8 @@ def test_a_model_that_cannot_be_joined_is_served_row_by_row() -> None:
         requests = [asked(40), asked(25)]
         want = [alone(llm, request) for request in requests]
         with Engine(llm) as engine:
-            found = [read(engine.submit(request)) for request in requests]
+            tickets = [engine.submit(request) for request in requests]
+            found = [read(ticket) for ticket in tickets]
             until(lambda: is_idle(engine))
             assert [tokens for tokens, _ in found] == want
             (reason,) = engine.stats().alone
@@ -324,6 +326,17 @@ def test_waits_are_counted_and_the_longest_is_told() -> None:
     stats = counters.stats(0, [], 32, TierBytes(0, 0, 0))
     assert (stats.stalls, stats.late_stalls) == (3, 1)
     assert (stats.stall_ms, stats.last_stall_ms) == (300, 60)
+
+
+def test_what_audits_found_is_told_as_a_mean() -> None:
+    counters, usage = EngineCounters(), Usage(3)
+    for number in (1, 3):
+        report = RequestReport(recall=0.2 * number, missed_mass=0.1 * number, mass_error=-0.1)
+        counters.end(Finished("length", usage, report=report), 1.0)
+        counters.end(Finished("length", usage), 1.0)
+    stats = counters.stats(0, [], 32, TierBytes(0, 0, 0))
+    found = (stats.recall, stats.missed_mass, stats.mass_error)
+    assert found == pytest.approx((0.4, 0.2, -0.1))
 
 
 def test_a_full_queue_says_when_to_come_back(one: hkv.LLM) -> None:

@@ -184,4 +184,5 @@ def test_any_schedule(
     assert stats.completion_tokens == sum(usage.completion_tokens for usage in usages)
     assert stats.reused_tokens == sum(usage.reused_tokens for usage in usages)
     assert stats.prefix_hits == sum(usage.reused_tokens > 0 for usage in usages)
-    assert stats.prefix_bytes <= limits.prefix_bytes
+    held = stats.device_kv_bytes + stats.host_kv_bytes + stats.host_index_bytes
+    assert held == stats.prefix_bytes <= limits.prefix_bytes
