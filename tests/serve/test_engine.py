@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import replace
 from time import monotonic, sleep
 from typing import Any
 
@@ -127,7 +128,10 @@ def test_prompts_are_computed_between_steps_of_others(one: hkv.LLM) -> None:
     assert stats.stall_ms >= stats.last_stall_ms > 2
 
 
-def test_a_model_that_cannot_be_joined_is_served_row_by_row() -> None:
+def test_a_model_that_cannot_be_joined_is_served_row_by_row(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", "hybrid_kv.serve")
     model: Any = build("gemma2")
     with hkv.load(model, config=tiered(16).opened()) as llm:
         requests = [asked(40), asked(25)]
@@ -139,6 +143,7 @@ def test_a_model_that_cannot_be_joined_is_served_row_by_row() -> None:
             assert [tokens for tokens, _ in found] == want
             (reason,) = engine.stats().alone
         assert "transformers' own" in reason
+        assert "joined step" not in caplog.text, "none is tried"
         assert all(end.report.alone == reason for _, end in found)
 
 
@@ -222,10 +227,13 @@ def test_logprobs_are_those_of_the_model(one: hkv.LLM) -> None:
 def test_a_report_says_what_an_answer_took_and_read(one: hkv.LLM) -> None:
     config = tiered(16, **{"cold.top_k": 8, "audit.min_recall": 0.0, **UNJUDGED})
     with Engine(one, Limits(prefix_bytes=0)) as engine:
+        begin = monotonic()
         _, end = read(engine.submit(asked(300, max_new_tokens=40, config=config, audit_every=1)))
+        took = monotonic() - begin
     report = end.report
     assert len(report.itl_ms) == 39
     assert report.ttft_s is not None
+    assert report.ttft_s + sum(report.itl_ms) / 1e3 < took
     assert 0 <= report.queue_s <= report.ttft_s
     assert 8 < report.attended_per_token < 60
     assert report.prompt_share == pytest.approx(report.attended_per_token / 320, rel=0.1)
@@ -305,6 +313,9 @@ def test_requests_that_end_while_they_wait_end_at_once(one: hkv.LLM) -> None:
         rounds.admit(queue)
         assert [ticket.is_finished for ticket in tickets] == [True, False, True]
         assert list(queue) == [tickets[1]]
+        [end] = ended(rounds, tickets[0])
+    assert end.usage == Usage(20)
+    assert end.report.queue_s > 0
 
 
 def test_a_retry_waits_for_a_slot_by_the_time_that_requests_took() -> None:
@@ -363,15 +374,26 @@ def test_an_error_ends_its_own_request_only(one: hkv.LLM) -> None:
         assert [read(ticket)[0] for ticket in others] == [want, want]
 
 
+def test_what_an_audit_finds_in_the_last_step_is_an_error_too(one: hkv.LLM) -> None:
+    config = tiered(16, **{"audit.action": "raise", "cold.top_k": 1, "audit.max_missed_mass": 1e-6})
+    request = asked(300, max_new_tokens=60, config=config, audit_every=1)
+    with scheduling(one, Limits(prefix_bytes=0)) as rounds:
+        [end] = ended(rounds, *admitted(rounds, request))
+        last = replace(request, max_new_tokens=end.usage.completion_tokens)
+        [again] = ended(rounds, *admitted(rounds, last))
+    assert [end.reason, again.reason] == ["error", "error"]
+
+
 def test_weights_that_give_nan_are_an_error_of_each_request(
     model: PreTrainedModel, caplog: pytest.LogCaptureFixture
 ) -> None:
     broken: Any = small_model()
     broken.model.norm.weight.data[0] = torch.nan
     with hkv.load(broken, config=tiered(16)) as llm, Engine(llm) as engine:
-        ends = [read(engine.submit(asked(length)))[1] for length in (20, 40)]
-    assert [type(end.error) for end in ends] == [NonFiniteError] * 2
-    assert caplog.text.count("Traceback") == 2  # whoever serves has to know
+        requests = [asked(20), asked(40), asked(30, max_new_tokens=1)]
+        ends = [read(engine.submit(request))[1] for request in requests]
+    assert [type(end.error) for end in ends] == [NonFiniteError] * 3
+    assert caplog.text.count("Traceback") == 3  # whoever serves has to know
 
 
 def test_an_unexpected_error_is_named(one: hkv.LLM, caplog: pytest.LogCaptureFixture) -> None:
@@ -562,7 +584,7 @@ def test_kept_prefixes_give_way_to_a_prompt_that_was_admitted_before(
     one: hkv.LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with scheduling(one) as rounds:
-        ended(rounds, *admitted(rounds, asked(100)))
+        ended(rounds, *admitted(rounds, asked(100), asked(100, seed=1)))
         tickets = admitted(rounds, asked(200))
         room = FreeMemory(4 * needed_bytes(one, asked(200)).host)
         monkeypatch.setattr(
@@ -681,16 +703,16 @@ def test_closing_during_work_cancels_everything(one: hkv.LLM) -> None:
 def test_a_bug_in_the_loop_leaves_nobody_waiting(
     one: hkv.LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with slow(one, 0.01), Engine(one, Limits(max_running=1)) as engine:
-        ticket, queued = (engine.submit(asked(20, max_new_tokens=500)) for _ in range(2))
-        until(lambda: ticket.happened)
+    with slow(one, 0.01), Engine(one, Limits(max_running=2)) as engine:
+        tickets = [engine.submit(asked(20, seed, max_new_tokens=500)) for seed in range(3)]
+        until(lambda: tickets[0].happened and tickets[1].happened)
 
         def fail(self: Scheduler) -> None:
             raise KeyError("a bug")
 
         monkeypatch.setattr(Scheduler, "round", fail)
-        until(lambda: ticket.is_finished and queued.is_finished)
-        assert all("KeyError" in str(read(one)[1].error) for one in (ticket, queued))
+        until(lambda: all(ticket.is_finished for ticket in tickets))
+        assert all("KeyError" in str(read(ticket)[1].error) for ticket in tickets)
         with pytest.raises(BusyError):
             engine.submit(asked(20))
 

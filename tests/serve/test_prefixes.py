@@ -253,11 +253,20 @@ def test_caches_of_an_engine_that_failed_are_closed(
 def test_a_context_that_is_saved_is_let_go_while_requests_run(
     llm: hkv.LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    may_go, add = threading.Event(), ContextRegistry.add
+
+    def adding(self: ContextRegistry, *args: Any) -> bool:
+        assert may_go.wait(60)
+        return add(self, *args)
+
+    monkeypatch.setattr(ContextRegistry, "add", adding)
     with scheduling(llm, contexts=ContextRegistry(tmp_path)) as rounds:
-        ended(rounds, *admitted(rounds, asked(300)))
+        ended(rounds, *admitted(rounds, asked(300), asked(300, seed=1)))
         copies = caches_made(llm, monkeypatch)
-        rounds.save_some(lambda: None)
-        [copy] = copies
+        for _ in range(2):
+            rounds.save_some(lambda: None)
+        may_go.set()
+        [copy] = copies  # one at a time
         until(lambda: rounds.has_saved)
         admitted(rounds, asked(20))
         rounds.round()
