@@ -539,6 +539,8 @@ def test_what_fits_into_no_memory_is_refused_at_once(
 ) -> None:
     with Engine(one) as engine:
         monkeypatch.setattr(memory, "free_memory", lambda: FreeMemory(100_000))
+        full = asked(900, config=hkv.HybridConfig(method="full", page_size=16))
+        assert needed_bytes(one, full).host < needed_bytes(one, asked(900)).host, "it has no index"
         with pytest.raises(CapacityError, match="context of 909 tokens needs"):
             engine.submit(asked(900))
         assert read(engine.submit(asked(20)))[1].reason == "length"

@@ -125,8 +125,9 @@ def check_round(rounds: Scheduler, clients: Clients, before: dict[RequestHandle,
 
 def check_pieces(ticket: RequestHandle, limits: Limits) -> None:
     """The prompt grows by pieces that are not too long, from what was there."""
-    done = [event.done for event in ticket.happened if isinstance(event, Prefilled)]
-    reused = read(ticket)[1].usage.reused_tokens
+    pieces = [event for event in ticket.happened if isinstance(event, Prefilled)]
+    done, reused = [piece.done for piece in pieces], read(ticket)[1].usage.reused_tokens
+    assert {piece.reused for piece in pieces} <= {reused}
     assert not reused or done[0] == reused
     steps = [new - old for old, new in zip([reused, *done], done, strict=False)]
     most = limits.reproducible or limits.prefill_chunk_tokens
