@@ -134,7 +134,7 @@ def test_a_model_that_cannot_be_joined_is_served_row_by_row(
     caplog.set_level("INFO", "hybrid_kv.serve")
     model: Any = build("gemma2")
     with hkv.load(model, config=tiered(16).opened()) as llm:
-        requests = [asked(40, max_new_tokens=40), asked(25, max_new_tokens=40)]
+        requests = [asked(40, max_new_tokens=20), asked(25, max_new_tokens=20)]
         want = [alone(llm, request) for request in requests]
         with slow(llm, 0.003), Engine(llm) as engine:
             tickets = [engine.submit(request) for request in requests]
