@@ -153,14 +153,14 @@ def test_audits_of_what_goes_on_are_judged_by_its_own_settings(llm: hkv.LLM) -> 
         assert (end.usage.reused_tokens, end.reason) == (299, reason)
 
 
-def test_equal_prompts_with_other_settings_share_nothing_at_once(llm: hkv.LLM) -> None:
+def test_prompts_with_other_settings_or_other_tokens_share_nothing_at_once(llm: hkv.LLM) -> None:
     dropping = tiered(4, method="streaming_llm")
-    requests = [asked(200), asked(200, config=dropping), asked(200)]
+    requests = [asked(200), asked(200, config=dropping), asked(200, 1), asked(200)]
     with scheduling(llm) as rounds:
         tickets = admitted(rounds, *requests)
         ends = ended(rounds, *tickets)
-    assert [end.usage.reused_tokens for end in ends[:2]] == [0, 0]
-    assert ends[2].usage.reused_tokens > 190
+    assert [end.usage.reused_tokens for end in ends[:3]] == [0, 0, 0]
+    assert ends[3].usage.reused_tokens > 190
 
 
 def test_a_running_request_that_has_dropped_entries_is_not_gone_on_with(llm: hkv.LLM) -> None:
