@@ -42,6 +42,7 @@ _LINEAR = {
     "mlp.up_proj": ("up",),
     "mlp.down_proj": ("down",),
 }
+_OF_ATTENTION = {path: names for path, names in _LINEAR.items() if path.startswith("self_attn.")}
 _FUSED = {
     "self_attn.qkv_proj": ("query", "key", "value"),
     "self_attn.o_proj": ("output",),
@@ -64,7 +65,8 @@ class _Family(NamedTuple):
     each linear layer computes, in the order of its outputs. zero_centred: norms store their weights
     less 1. epsilon: the attribute of a norm that holds it. activation: that of a feed-forward.
     dropouts: modules of a layer that act in training alone. has_softcap: attention scores may be
-    capped. partial: a part of each head may be rotated.
+    capped. partial: a part of each head may be rotated. has_experts: the feed-forward is called as
+    it is, and the norm before it. home: name of their module; None for that of their classes.
     """
 
     norms: dict[str, str] = _BEFORE
@@ -75,9 +77,12 @@ class _Family(NamedTuple):
     dropouts: tuple[str, ...] = ()
     has_softcap: bool = False
     partial: bool = False
+    has_experts: bool = False
+    home: str | None = None
 
 
 _LIKE_LLAMA = "Llama", "Mistral", "Ministral", "Qwen2", "Qwen3", "Granite", "SmolLM3"
+_MIXTURE = _Family({"before_attention": "input_layernorm"}, linear=_OF_ATTENTION, has_experts=True)
 _FAMILIES = {
     **dict.fromkeys(_LIKE_LLAMA, _Family()),
     "Phi3": _Family(
@@ -89,6 +94,9 @@ _FAMILIES = {
     "Gemma": _Family(zero_centred=True, epsilon="eps"),
     "Gemma2": _Family(_AROUND, zero_centred=True, epsilon="eps", has_softcap=True),
     "Gemma3": _Family(_AROUND, zero_centred=True, epsilon="eps"),
+    "Mixtral": _MIXTURE,
+    "Qwen2Moe": _MIXTURE._replace(home="qwen2_moe"),
+    "Qwen3Moe": _MIXTURE._replace(home="qwen3_moe"),
 }
 """By the name that their classes have in front of `DecoderLayer`, `Attention`, `MLP`, `RMSNorm`."""
 _PLAIN_PARTS = nn.Linear, nn.Dropout, nn.SiLU, SiLUActivation, GELUTanh
@@ -99,7 +107,10 @@ _OF_SOME = (
 """Attributes of a layer and its parts that change what they compute: those of every module, and
 those that some have.
 """
-_INPUTS = {"attention_mask", "position_ids", "use_cache", "position_embeddings", *CACHE_NAMES}
+_INPUTS = {
+    *("attention_mask", "position_ids", "use_cache", "position_embeddings", *CACHE_NAMES),
+    "output_router_logits",  # which are recorded where experts are called
+}
 """Arguments that such a layer takes beside its hidden states."""
 
 _REST = 64
@@ -243,7 +254,12 @@ class DecoderStep:
         attended, _ = hybrid_attention(
             *(attention, q, k, v, mask), scaling=attention.scaling, softcap=softcap
         )
-        return bound.outputs(hidden_states, attended, self._pool)
+        out = bound.outputs(hidden_states, attended, self._pool)
+        if bound.has_feed_forward:
+            return out
+        layer: Any = self.layer
+        added: Tensor = layer.mlp(layer.post_attention_layernorm(out))
+        return out + added
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy of the layer, or a pickle, made while a step passes has its own forward."""
@@ -299,7 +315,8 @@ class DecoderStep:
             weights.update(zip(names, matrix.parts(shares), strict=True))
         if all(type(one) is nn.Linear and is_small(one.weight) for one in linear):
             return None  # of which no trial tells
-        weights["activation"] = _activation(getattr(feed_forward, family.activation))
+        if not family.has_experts:
+            weights["activation"] = _activation(getattr(feed_forward, family.activation))
         weights["residual_scale"] = getattr(layer, "residual_multiplier", 1.0)
         if weights["residual_scale"] == 0:
             return None
@@ -325,9 +342,16 @@ class DecoderStep:
 
 
 def _parts(layer: nn.Module) -> list[nn.Module]:
-    """Modules inside of a layer, but for those of linear layers and norms."""
-    inner = [part for part in layer._modules.values() if part is not None]
+    """Modules inside of a layer, but for those of linear layers and norms, and for experts."""
+    left = {"mlp", "post_attention_layernorm"} if _has_experts(layer) else ()
+    own = layer._modules.items()
+    inner = [part for name, part in own if part is not None and name not in left]
     return inner + [one for part in inner for one in part._modules.values() if one is not None]
+
+
+def _has_experts(layer: nn.Module) -> bool:
+    family = _FAMILIES.get(type(layer).__name__.removesuffix("DecoderLayer"))
+    return family is not None and family.has_experts
 
 
 def _is_plain(tensor: Tensor, dtype: torch.dtype) -> bool:
@@ -346,11 +370,14 @@ def _family_of(layer: nn.Module) -> _Family | None:
     norms = [getattr(layer, one, None) for one in family.norms.values()]
     norms += [getattr(attention, one) for one in ("q_norm", "k_norm") if hasattr(attention, one)]
     named: list[tuple[Any, str]] = [(norm, "RMSNorm") for norm in norms]
-    named += [(layer, "DecoderLayer"), (attention, "Attention"), (feed_forward, "MLP")]
-    home = f"transformers.models.{name.lower()}.modeling_{name.lower()}"
+    named += [(layer, "DecoderLayer"), (attention, "Attention")]
+    named += [] if family.has_experts else [(feed_forward, "MLP")]
+    own_name = family.home or name.lower()
+    home = f"transformers.models.{own_name}.modeling_{own_name}"
     if any(type(getattr(layer, one, None)) is not nn.Dropout for one in family.dropouts):
         return None
-    is_known = _activation(getattr(feed_forward, family.activation, None)) is not None and all(
+    has_activation = _activation(getattr(feed_forward, family.activation, None)) is not None
+    is_known = (family.has_experts or has_activation) and all(
         (type(part).__module__, type(part).__name__) == (home, name + kind)
         # Else somebody has put another one there.
         and all(

@@ -44,7 +44,8 @@ typedef struct hkv_decoder {
   float residual_scale; /* of what is added to hidden states, mostly 1; not 0 */
   hkv_norm before_attention, of_queries, of_keys, after_attention; /* all but the first may be absent */
   hkv_norm before_feed_forward, after_feed_forward; /* the second may be absent */
-  hkv_matrix query, key, value, output, gate, up, down;
+  hkv_matrix query, key, value, output;
+  hkv_matrix gate, up, down; /* no outputs: the feed-forward is the caller's, and so is the norm before it */
 } hkv_decoder;
 
 /* What attention takes of `tokens` (at most HKV_LINEAR_TOKENS) hidden states [tokens, hidden]: queries, keys and
@@ -56,7 +57,8 @@ HKV_API int hkv_decoder_inputs(hkv_pool *pool, const hkv_decoder *layer, int64_t
                                int64_t rotary_dim, const void *cosines, const void *sines, void *queries,
                                void *keys, void *values);
 
-/* The layer's output [tokens, hidden] from its hidden states and what they attended [tokens, heads * head_dim]. */
+/* The layer's output [tokens, hidden] from its hidden states and what they attended [tokens, heads * head_dim];
+ * without a feed-forward, what goes into the norm before it. */
 HKV_API int hkv_decoder_outputs(hkv_pool *pool, const hkv_decoder *layer, int64_t tokens, const void *hidden,
                                 const void *attended, void *out);
 

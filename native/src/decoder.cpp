@@ -64,6 +64,11 @@ class Decoder {
 
   void outputs(const Element *hidden, const Element *attended, Element *out) {
     const int64_t width = layer_.output.num_outputs, inner = layer_.gate.num_outputs;
+    if (inner == 0) {
+      multiply(layer_.output, attended, out);
+      add(layer_.after_attention, hidden, width, out);
+      return;
+    }
     Scratch<Element> &mine = own();
     grow(mine.sum, tokens_ * width);
     grow(mine.normed, tokens_ * width);
@@ -182,23 +187,26 @@ void check(const hkv_decoder &layer, int64_t tokens) {
   require(tokens >= 0 && tokens <= HKV_LINEAR_TOKENS, "tokens must be 0 to 8");
   const int64_t dim = layer.head_dim, hidden = layer.query.num_inputs, inner = layer.gate.num_outputs;
   require(dim >= 2 && dim % 2 == 0, "head_dim must be even and at least 2");
-  require(hidden >= 1 && inner >= 1, "sizes must be at least 1");
+  require(hidden >= 1 && inner >= 0, "sizes must be at least 1");
   for (const hkv_matrix *one : {&layer.query, &layer.key, &layer.value})
     require(one->num_inputs == hidden && one->num_outputs >= dim && one->num_outputs % dim == 0,
             "queries, keys and values must be whole heads of the hidden states");
-  require(layer.output.num_inputs == layer.query.num_outputs && layer.output.num_outputs == hidden &&
-              layer.gate.num_inputs == hidden && layer.up.num_inputs == hidden &&
-              layer.up.num_outputs == inner && layer.down.num_inputs == inner &&
-              layer.down.num_outputs == hidden,
+  require(layer.output.num_inputs == layer.query.num_outputs && layer.output.num_outputs == hidden,
+          "matrices must fit together");
+  const bool feeds = inner != 0;
+  require(layer.up.num_outputs == inner && layer.down.num_inputs == inner &&
+              layer.gate.num_inputs == (feeds ? hidden : 0) && layer.up.num_inputs == (feeds ? hidden : 0) &&
+              layer.down.num_outputs == (feeds ? hidden : 0),
           "matrices must fit together");
   for (const hkv_matrix *one : {&layer.query, &layer.key, &layer.value, &layer.output, &layer.gate,
                                 &layer.up, &layer.down})
-    require(one->kind != 0 || layer.dtype != HKV_F32, "plain matrices must have a dtype of 16 bits");
+    require(one->kind != 0 || one->num_outputs == 0 || layer.dtype != HKV_F32,
+            "plain matrices must have a dtype of 16 bits");
   require(layer.activation == HKV_SILU || layer.activation == HKV_GELU_TANH,
           "activation must be SiLU (0) or GELU by tanh (1)");
   require(layer.residual_scale != 0.0f, "residual_scale must not be 0");
   check_norm(layer.before_attention, true);
-  check_norm(layer.before_feed_forward, true);
+  check_norm(layer.before_feed_forward, feeds);
   for (const hkv_norm *one : {&layer.of_queries, &layer.of_keys, &layer.after_attention,
                               &layer.after_feed_forward})
     check_norm(*one, false);

@@ -223,6 +223,15 @@ CLAIM(layers_that_do_not_fit_together_are_refused) {
   CHECK(status(as_it_is, HKV_LINEAR_TOKENS + 1) == HKV_INVALID);
   CHECK(hkv_decoder_inputs(nullptr, nullptr, 1, data, kDim, data, data, out.data(), out.data(),
                            out.data()) == HKV_INVALID);
+  const auto no_feed_forward = [](hkv_decoder &one) {
+    one.gate = one.up = one.down = {};
+    one.before_feed_forward = {};
+  };
+  CHECK(status(no_feed_forward) == HKV_OK);
+  CHECK(status([](hkv_decoder &one) { one.gate = one.up = {}; }) == HKV_INVALID);
+  CHECK(status([](hkv_decoder &one) { one.gate = one.down = {}; }) == HKV_INVALID);
+  CHECK(status([](hkv_decoder &one) { one.up = one.down = {}; }) == HKV_INVALID);
+  CHECK(status([](hkv_decoder &one) { one.before_feed_forward = {}; }) == HKV_INVALID);
   CHECK(status([](hkv_decoder &one) { one.dtype = 7; }) == HKV_INVALID);
   CHECK(status([](hkv_decoder &one) { one.dtype = HKV_F32; }) == HKV_INVALID);
   CHECK(status([](hkv_decoder &one) { one.head_dim = 5; }) == HKV_INVALID);

@@ -30,6 +30,10 @@ from tests.tolerances import TOLERANCES
 
 pytestmark = needs_engine
 TIERED = {"page_size": 4, "sink_tokens": 4, "window_tokens": 8, "cold": {"top_k": "all"}}
+EXPERTS: dict[str, Any] = {
+    **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    "shared_expert_intermediate_size": 32,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"attention_bias": True, "mlp_bias": True, "head_dim": 24},
     "mistral": {"sliding_window": None, "head_dim": 40},
@@ -42,7 +46,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma": {"head_dim": 24},
     "gemma2": {"head_dim": 16, "attn_logit_softcapping": 3.0, "sliding_window": 12},
     "gemma3_text": {"head_dim": 40, "sliding_window": 12},
+    "mixtral": {"num_local_experts": 4, "head_dim": 24},
+    "qwen2_moe": EXPERTS,
+    "qwen3_moe": EXPERTS | {"head_dim": 16, "mlp_only_layers": [1]},
 }
+MIXTURES = {"mixtral", "qwen2_moe", "qwen3_moe"}
+"""Whose feed-forward is called as it is."""
 LOGITS: Any = {"atol": 2e-2, "rtol": 1e-2}
 PACKED: Any = {"atol": 2e-3, "rtol": 1e-3}
 """Of logits of about 1: where inputs differ in the last bit, their 8 bits may."""
@@ -114,7 +123,8 @@ def watched(model: Any) -> list[str]:
     """Listens inside of each layer, which must be left alone then; what was heard."""
     heard: list[str] = []
     for layer in model.model.layers:
-        layer.mlp.register_forward_hook(lambda *_: heard.append("mlp"))
+        part = layer.self_attn if model.config.model_type in MIXTURES else layer.mlp
+        part.register_forward_hook(lambda *_: heard.append("part"))
     return heard
 
 
@@ -140,6 +150,15 @@ def test_a_step_gives_the_logits_of_the_models_own_layers(
     assert len(computed) == 3
     assert heard
     torch.testing.assert_close(found, own, **(LOGITS if kind in TOLERANCES else PACKED))
+
+
+def test_whoever_listens_to_experts_hears_them(computed: list[list[int]]) -> None:
+    """They are called as modules; a step asks for the routers' logits as well."""
+    model, heard = made("qwen3_moe", torch.bfloat16), list[Tensor]()
+    model.model.layers[0].mlp.gate.register_forward_hook(lambda *told: heard.append(told[2][0]))
+    logits(model)
+    assert [len(one) for one in heard][-1] == 1, "of the step"
+    assert len(computed) == 3
 
 
 @pytest.mark.parametrize("exact", [True, False])

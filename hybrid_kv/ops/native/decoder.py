@@ -61,7 +61,7 @@ class Matrix(NamedTuple):
 
 class DecoderWeights(NamedTuple):
     """Weights of a decoder layer: hidden states pass a norm, attention, a norm and a gated
-    feed-forward.
+    feed-forward, or up to that norm where the feed-forward is none of these.
 
     of_queries, of_keys: norms of each head, or None. after_attention, after_feed_forward: norms of
     what is added to the hidden states, or None. activation: SILU or GELU_TANH of `bindings`.
@@ -75,10 +75,10 @@ class DecoderWeights(NamedTuple):
     of_queries: Norm | None
     of_keys: Norm | None
     output: Matrix
-    before_feed_forward: Norm
-    gate: Matrix
-    up: Matrix
-    down: Matrix
+    before_feed_forward: Norm | None = None
+    gate: Matrix | None = None
+    up: Matrix | None = None
+    down: Matrix | None = None
     after_attention: Norm | None = None
     after_feed_forward: Norm | None = None
     activation: int = SILU
@@ -95,6 +95,8 @@ class AttentionInputs(NamedTuple):
 
 class BoundDecoder:
     """The two calls for one layer. It does not hold the weights, which must stay where they are.
+
+    has_feed_forward: whether the second one computes it.
 
     Args:
         weights: on the host, norms and biases in the dtype of hidden states: float32, bfloat16 or
@@ -117,7 +119,9 @@ class BoundDecoder:
             name: _matrix(one) if isinstance(one, Matrix) else _norm(one)
             for name, one in weights._asdict().items()
             if name not in ("activation", "residual_scale")
+            and not (one is None and name in ("gate", "up", "down"))
         }
+        self.has_feed_forward = weights.gate is not None
         layer = DecoderStruct(
             dtype=DTYPES[self._dtype],
             head_dim=head_dim,
@@ -179,7 +183,9 @@ class BoundDecoder:
         return new
 
     def outputs(self, hidden: Tensor, attended: Tensor, pool: Pool | None) -> Tensor:
-        """The layer's output [B, T, hidden] of its hidden states; attended: [B, T, Hq, D]."""
+        """The layer's output [B, T, hidden] of its hidden states, before the second norm where it
+        has no feed-forward; attended: [B, T, Hq, D].
+        """
         hidden, attended = hidden.contiguous(), attended.contiguous()
         out = torch.empty_like(hidden)
         status = self._engine.hkv_decoder_outputs(

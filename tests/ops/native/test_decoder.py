@@ -150,6 +150,21 @@ def test_gates_far_from_zero(engine: ctypes.CDLL, activation: int) -> None:
     assert error(out.view(1, -1), x + product(gated(gate, up, activation), weights.down)) < 1e-3
 
 
+@pytest.mark.parametrize("form", ["plain", "gemma"])
+def test_a_layer_without_a_feed_forward_ends_before_its_norm(
+    engine: ctypes.CDLL, form: str
+) -> None:
+    weights = layer("Q8_0", torch.float32, form)
+    weights = weights._replace(gate=None, up=None, down=None, before_feed_forward=None)
+    bound = BoundDecoder(weights, DIM, engine=engine)
+    assert not bound.has_feed_forward
+    hidden, attended = torch.randn(2, 3, HIDDEN), torch.randn(2, 3, HEADS, DIM)
+    out = bound.outputs(hidden, attended, Pool(2))
+    back = product(attended.double().flatten(2), weights.output)
+    wanted = hidden.double() + weights.residual_scale * normed(back, weights.after_attention)
+    assert error(out, wanted) < 1e-3
+
+
 def test_what_does_not_fit_is_not_taken() -> None:
     bound = BoundDecoder(layer("Q8_0", torch.float32), DIM)
     hidden, angle = torch.randn(1, 1, HIDDEN), torch.randn(1, 1, DIM)
