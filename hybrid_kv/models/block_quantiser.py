@@ -143,7 +143,8 @@ def _packed_linear(module: nn.Linear, config: BlockConfig) -> PackedLinear:
 def empty_linear(module: nn.Linear, kind: str, *, exact: bool) -> PackedLinear:
     """A module for a linear layer's place, whose blocks are still to be read."""
     size = PACKED_KINDS[kind].row_bytes(module.in_features)
-    blocks = torch.empty(module.out_features, size, dtype=torch.uint8, device="meta")
+    # Till then they have the dtype of what is read: transformers before 5.24 casts it to theirs.
+    blocks = torch.empty(module.out_features, size, dtype=module.weight.dtype, device="meta")
     return PackedLinear(kind, blocks, module.in_features, module.bias, exact=exact)
 
 
@@ -163,9 +164,10 @@ def empty_experts(module: nn.Module, kind: str, *, exact: bool) -> PackedExperts
     """A module for the place of experts, whose blocks are still to be read."""
     empty = {}
     for name in weight_names(module):
-        experts, rows, columns = rows_of(module, name).shape
+        weight = rows_of(module, name)
+        experts, rows, columns = weight.shape
         size = PACKED_KINDS[kind].row_bytes(columns)
-        blocks = torch.empty(experts * rows, size, dtype=torch.uint8, device="meta")
+        blocks = torch.empty(experts * rows, size, dtype=weight.dtype, device="meta")
         empty[name] = PackedStack(kind, blocks, columns)
     down = empty.pop(DOWN)
     return PackedExperts(module, empty, down, exact=exact)

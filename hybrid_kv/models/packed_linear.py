@@ -224,9 +224,10 @@ class PackedModule(nn.Module):
             )
 
     def _blocks(self) -> Tensor:
-        """One of the packed weights."""
-        every = self._parameters.values()
-        return next(one for one in every if one is not None and one.dtype == torch.uint8)
+        """One of the packed weights; the first parameter is one."""
+        first = next(iter(self._parameters.values()))
+        assert first is not None
+        return first
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         """Moves and casts what is no packed weight; blocks stay what and where they are.
@@ -234,7 +235,7 @@ class PackedModule(nn.Module):
         Raises:
             ConfigError: they are to go to another device.
         """
-        tried = fn(self._blocks().new_empty(0))
+        tried = fn(self._blocks().new_empty(0, dtype=torch.uint8))
         if tried.device.type not in ("cpu", "meta") or tried.dtype != torch.uint8:
             raise ConfigError(
                 f"weights packed in {self.kind} must stay bytes on the CPU, got {tried.dtype} on "

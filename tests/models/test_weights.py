@@ -54,6 +54,12 @@ SIZES: dict[str, Any] = {
 }
 
 
+def gpt_oss(**sizes: Any) -> GptOssForCausalLM:
+    torch.manual_seed(0)
+    config = GptOssConfig(**SIZES | sizes, num_local_experts=4, head_dim=16)
+    return GptOssForCausalLM(config)
+
+
 def saved(path: Path, model: PreTrainedModel, **config: Any) -> Path:
     """A folder of the model, with further entries in its config.json."""
     model.save_pretrained(path)
@@ -178,6 +184,18 @@ def test_a_checkpoint_is_packed_matrix_by_matrix(
 
 
 @needs_engine
+@pytest.mark.parametrize("made", [llama, gpt_oss])
+def test_what_is_still_to_be_read_has_the_dtype_that_it_is_read_in(
+    made: Callable[[], PreTrainedModel],
+) -> None:
+    """Before 5.24 transformers casts what it reads to it: of bytes nothing but zeros were left."""
+    with torch.device("meta"):
+        model = made().to(torch.bfloat16)
+    block_quantiser.pack_matrices(model, block_quantiser.BlockConfig("Q8_0"))
+    assert {weight.dtype for weight in model.parameters()} == {torch.bfloat16}
+
+
+@needs_engine
 def test_random_weights_are_packed_too() -> None:
     model = load_model("random:tiny", device="cpu", weights="int4")
     plain = load_model("random:tiny", device="cpu")
@@ -190,9 +208,7 @@ def test_random_weights_are_packed_too() -> None:
 @needs_engine
 def test_matrices_that_stay_plain_are_told_of(tmp_path: Path) -> None:
     """Experts whose rows are no whole blocks."""
-    torch.manual_seed(0)
-    sizes = SIZES | {"intermediate_size": 168}
-    model = GptOssForCausalLM(GptOssConfig(**sizes, num_local_experts=4, head_dim=16))
+    model = gpt_oss(intermediate_size=168)
     with pytest.warns(
         WeightsWarning, match=r"experts\..*, for one\) stay in float32 and take . MiB"
     ):
