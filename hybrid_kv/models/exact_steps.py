@@ -32,8 +32,7 @@ from transformers import PreTrainedModel
 from hybrid_kv.errors import ConfigError
 from hybrid_kv.models.cache_state import passing, stuck_layers
 from hybrid_kv.models.hf_cache import TieredCache
-from hybrid_kv.models.packed_experts import PackedExperts
-from hybrid_kv.models.packed_linear import PackedLinear
+from hybrid_kv.models.packed_linear import PackedModule
 from hybrid_kv.plugins import Method
 from hybrid_kv.runtime.cache_context import stores_as_is
 
@@ -314,8 +313,7 @@ def _rounding_of(model: PreTrainedModel) -> float:
     """Relative rounding of a model's products: of 16 bits, also where weights are packed and
     activations become 8-bit codes; 0 for float32.
     """
-    packed = [part for part in model.modules() if isinstance(part, PackedLinear | PackedExperts)]
-    if any(not part.exact for part in packed):
+    if any(isinstance(part, PackedModule) and not part.exact for part in model.modules()):
         return torch.finfo(torch.bfloat16).eps
     return torch.finfo(model.dtype).eps if model.dtype.itemsize < 4 else 0.0
 

@@ -192,10 +192,11 @@ _PIECE_BYTES = 2**20
 class PackedModule(nn.Module):
     """A module with packed weights: its parameters of bytes, without gradients.
 
-    kind: names in PACKED_KINDS, for messages.
+    kind: names in PACKED_KINDS, for messages. exact: whether 8 bits of inputs are not all.
     """
 
     kind: str
+    exact = True
 
     def forward(self, *inputs: Tensor) -> Tensor:
         """Calls `compute`, around which a graph of torch.compile is cut."""
