@@ -61,6 +61,29 @@ def test_each_document_has_its_own_conversation(page: Any, engine: FakeEngine) -
     page.wait_for_selector("#documents [aria-current]:has-text('1 question')")
 
 
+def test_a_question_waits_for_the_document_that_was_chosen(page: Any, engine: FakeEngine) -> None:
+    read(page)
+    ask(page, "? key 3f a0")
+    held: list[Any] = []
+
+    def hold(route: Any) -> None:
+        held.append(route)
+
+    page.route("**/hybrid_kv/documents/none**", hold)
+    page.click("#documents button:has-text('New document')")
+    page.fill("#question", "the river")
+    page.press("#question", "Enter")
+    while not held:
+        page.wait_for_timeout(10)
+    seen = len(engine.seen)
+    page.wait_for_timeout(100)
+    assert len(engine.seen) == seen, "it is not asked yet"
+    held[0].continue_()
+    page.wait_for_selector("article:last-child dl")
+    assert questions(page) == ["the river"]
+    assert len(engine.seen[-1].ids) < 20, "no document stands before it"
+
+
 def test_a_reload_and_a_second_tab_find_document_and_answers(page: Any, server: Running) -> None:
     read(page, OTHER)
     read(page)

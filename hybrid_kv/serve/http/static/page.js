@@ -7,7 +7,7 @@ import { bytes, count, firstWords, percent, several, timeLeft, when } from "./wo
 
 const $ = (id) => document.getElementById(id);
 const FREE = "none"; // as the server calls the conversation without a document
-const state = { info: null, documents: [], document: null, turns: [], marked: [], abort: null, reading: null, key: "" };
+const state = { info: null, documents: [], document: null, turns: [], marked: [], abort: null, reading: null, opening: null, key: "" };
 try { state.key = sessionStorage.getItem("hybrid-kv-key") || ""; } catch { /* no storage */ }
 const tabs = "BroadcastChannel" in self ? new BroadcastChannel("hybrid-kv") : null;
 
@@ -183,6 +183,15 @@ async function choose(ident) {
 }
 
 async function open(ident) {
+  const opening = state.opening = show(ident);
+  try {
+    await opening;
+  } finally {
+    if (state.opening === opening) state.opening = null;
+  }
+}
+
+async function show(ident) {
   problem("");
   const found = await whole(ident);
   state.opened = true;
@@ -344,9 +353,10 @@ async function ask(question) {
   const { card, answer } = cardOf(question);
   answer.classList.add("waiting");
   answer.textContent = "…";
-  $("answers").append(card);
   const own = state.abort = new AbortController();
   busy(true);
+  await state.opening?.catch(() => {}); // a question is for the document that was chosen
+  $("answers").append(card);
   card.scrollIntoView({ block: "end" });
   const turn = { question, answer: "", tokens: [], done: null, problem: null };
   const left = timeLeft();
