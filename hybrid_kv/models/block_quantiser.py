@@ -33,7 +33,14 @@ from hybrid_kv.ops.native.linear import PACKED_KINDS
 
 
 class IntoBlocks(HfQuantizer):
-    """A quantizer that puts packed modules in the place of others."""
+    """A quantizer that puts packed modules in the place of others.
+
+    misfits: names, stored shapes and expected ones of tensors that were left out.
+    """
+
+    def __init__(self, quantization_config: Any, **options: Any) -> None:
+        super().__init__(quantization_config, **options)
+        self.misfits: set[tuple[str, torch.Size, torch.Size]] = set()
 
     def param_needs_quantization(
         self, model: PreTrainedModel, param_name: str, **kwargs: Any
@@ -74,17 +81,9 @@ class BlockConfig(QuantizationConfigMixin):
 
 @register_quantizer(_METHOD)
 class BlockQuantizer(IntoBlocks):
-    """Packs linear layers and experts whose inputs come in whole blocks, and the output projection.
-
-    misfits: names, stored shapes and expected ones of matrices that were left out.
-    """
+    """Packs linear layers and experts whose inputs come in whole blocks, and the output."""
 
     quantization_config: BlockConfig
-    misfits: set[tuple[str, torch.Size, torch.Size]]
-
-    def __init__(self, quantization_config: BlockConfig, **options: Any) -> None:
-        super().__init__(quantization_config, **options)
-        self.misfits = set()
 
     def get_quantize_ops(self) -> _Pack:
         """The operation that makes them."""

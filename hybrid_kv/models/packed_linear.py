@@ -208,14 +208,6 @@ class PackedModule(nn.Module):
         """The output of the module."""
         raise NotImplementedError
 
-    def kind_of(self, name: str) -> str:
-        """Kind of the blocks of the weight of that name."""
-        raise NotImplementedError
-
-    def shape_of(self, name: str) -> torch.Size:
-        """Of its values."""
-        raise NotImplementedError
-
     def check_gradients(self, x: Tensor) -> None:
         """Raises ConfigError where gradients are asked for."""
         if x.requires_grad and torch.is_grad_enabled():

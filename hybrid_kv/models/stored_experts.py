@@ -90,17 +90,9 @@ class StoredExpertsConfig(QuantizationConfigMixin):
 
 @register_quantizer(_METHOD)
 class StoredExpertsQuantizer(IntoBlocks):
-    """Makes blocks of a checkpoint's packed experts.
-
-    misfits: names, stored shapes and expected ones of tensors that do not fit.
-    """
+    """Makes blocks of a checkpoint's packed experts."""
 
     quantization_config: StoredExpertsConfig
-    misfits: set[tuple[str, torch.Size, torch.Size]]
-
-    def __init__(self, quantization_config: StoredExpertsConfig, **options: Any) -> None:
-        super().__init__(quantization_config, **options)
-        self.misfits = set()
 
     def get_weight_conversions(self) -> list[WeightConverter]:
         """From a matrix's two tensors to its blocks."""
