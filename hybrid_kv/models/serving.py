@@ -46,7 +46,6 @@ class Serving:
 
     def __init__(self, model: PreTrainedModel, info: ModelInfo, config: HybridConfig) -> None:
         self.info, self.text_config = info, text_config(model)
-        self._longest = max_context(self.text_config)
         self._model, self._dtype = model, model.dtype
         self._lock = threading.RLock()  # held by the thread whose forward runs
         self._cache: TieredCache | JoinedCache | None = None  # of the forward that runs
@@ -228,10 +227,10 @@ class Serving:
 
     def check_context(self, num_tokens: int) -> None:
         """Raises ConfigError where `num_tokens` exceed what the model was made for."""
-        if self._longest is not None and num_tokens > self._longest:
+        if (limit := max_context(self.text_config)) is not None and num_tokens > limit:
             raise ConfigError(
-                f"context must be at most {self._longest} tokens for this model, got {num_tokens}; "
-                "shorten the prompt, ask for fewer new tokens or take a model with a longer context"
+                f"context must be at most {limit} tokens for this model, got {num_tokens}; shorten "
+                "the prompt, ask for fewer new tokens or take a model with a longer context"
             )
 
     def _records(self, inputs: dict[str, Any], *names: str) -> bool:
