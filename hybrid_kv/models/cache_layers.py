@@ -240,6 +240,11 @@ def copied_state(layer: Any) -> dict[str, Any]:
     return {name: deepcopy(value) for name, value in vars(layer).items() if name != "state"}
 
 
+def max_context(config: PreTrainedConfig) -> int | None:
+    """The longest context the model was made for, in tokens; None where it says nothing."""
+    return getattr(config, "max_position_embeddings", None)
+
+
 def keeps_keys(model_config: PreTrainedConfig) -> bool:
     """Whether any layer attends: a cache of recurrent states alone has nothing to tier."""
     return any(

@@ -16,10 +16,11 @@ from transformers import PreTrainedModel
 from hybrid_kv.config import HybridConfig
 from hybrid_kv.errors import BusyError, ConfigError
 from hybrid_kv.models import hf_attention
+from hybrid_kv.models.cache_layers import max_context
 from hybrid_kv.models.cache_state import CACHE_ARGUMENT, outside_graphs, passed, renamed
 from hybrid_kv.models.hf_cache import ServedCache, TieredCache
 from hybrid_kv.models.layer_major import LayerMajorPrefill
-from hybrid_kv.models.support import max_context, text_config, text_parts
+from hybrid_kv.models.support import text_config, text_parts
 from hybrid_kv.plugins import Method
 from hybrid_kv.runtime import check_host_memory
 from hybrid_kv.types import ModelInfo, bytes_per_token

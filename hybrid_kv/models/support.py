@@ -195,11 +195,6 @@ def text_config(model: PreTrainedModel) -> PreTrainedConfig:
     return model.config.get_text_config(decoder=True)
 
 
-def max_context(config: PreTrainedConfig) -> int | None:
-    """The longest context the model was made for, in tokens; None where it says nothing."""
-    return getattr(config, "max_position_embeddings", None)
-
-
 def text_parts(model: PreTrainedModel, text: PreTrainedConfig) -> list[PreTrainedModel]:
     """The model and what in it leads to the text decoder; not the towers for images or sound."""
     return [

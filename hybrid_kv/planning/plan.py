@@ -22,9 +22,10 @@ from transformers import (
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from hybrid_kv.errors import UnsupportedModelError
+from hybrid_kv.models.cache_layers import max_context
 from hybrid_kv.models.cache_state import passing, states_of
 from hybrid_kv.models.load import load_config, packed_weights, resolve_dtype
-from hybrid_kv.models.support import inspect_model, max_context, text_config
+from hybrid_kv.models.support import inspect_model, text_config
 from hybrid_kv.models.weight_kinds import (
     kind_of_checkpoint,
     read_share,

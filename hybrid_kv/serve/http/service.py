@@ -21,7 +21,7 @@ from pydantic import BaseModel
 from hybrid_kv.config import HybridConfig, PluginConfig, budget_tokens
 from hybrid_kv.errors import ConfigError
 from hybrid_kv.methods.retrieval import split_budget
-from hybrid_kv.models.support import max_context
+from hybrid_kv.models.cache_layers import max_context
 from hybrid_kv.serve.grammars import GrammarText
 from hybrid_kv.serve.http.chat import CallForm, ChatRequest, in_plain_words
 from hybrid_kv.serve.http.metrics import Metrics, answered
