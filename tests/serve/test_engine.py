@@ -601,7 +601,7 @@ def test_kept_prefixes_give_way_to_a_request_beside_others(
     one: hkv.LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     room = 4 * needed_bytes(one, asked(500)).host
-    with slow(one, 0.003), Engine(one) as engine:
+    with slow(one, 0.01), Engine(one) as engine:
         rounds = engine._rounds
         first = engine.submit(asked(100, seed=1, max_new_tokens=400))
         read(engine.submit(asked(500, seed=2)))
