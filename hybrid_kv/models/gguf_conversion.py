@@ -5,12 +5,14 @@ one, some kernels flat. transformers knows all of it, for whole matrices of numb
 functions are applied to numbers of rows: where these come out as rows in another order, a packed
 matrix can be put into that order by whole rows; where they do not, its values are unpacked first.
 
-transformers knows this in two forms, of which some architectures have the newer one.
+transformers knows this in two forms, of which some architectures have the newer one. Of mixtures
+that it does not know, `gguf_mixtures` has the older one.
 """
 
 from __future__ import annotations
 
 import math
+import re
 import struct
 from collections.abc import Iterable, Iterator, MutableMapping
 from contextlib import suppress
@@ -33,6 +35,7 @@ from transformers.modeling_gguf_pytorch_utils import (
 from hybrid_kv.errors import ModelNotFoundError
 from hybrid_kv.models.checkpoint import one_sentence, read_config
 from hybrid_kv.models.gguf_file import MAGIC, GgufFile, GgufTensor
+from hybrid_kv.models.gguf_mixtures import PROCESSORS, is_mixture, mixture_config
 
 try:
     from transformers.integrations.gguf.gguf_config_mapping import (
@@ -47,6 +50,7 @@ except ImportError:  # before transformers 5.24
 _VOCABULARY = "tokenizer.ggml.tokens"
 _TEXT_LIMIT = 2**16
 """Bytes of a key that the configuration could be read from; a vocabulary has more."""
+_OF_PAIR = re.compile(r"(blk\.\d+\.ffn_)(gate|up)(_exps\..*)")
 _DEPTH = 2
 """Modules in modules whose names a file may leave out, as those of `transformer.` in Bloom's."""
 
@@ -66,8 +70,11 @@ def gguf_config(name: str, file: GgufFile) -> PreTrainedConfig:
             f"model '{name}' cannot be loaded: its header counts {layers:,} layers and "
             f"{len(file.tensors):,} tensors; check that the download is complete"
         )
-    _check_is_read(name, file)
-    if file.architecture in GGUF_CONFIG_ARCHS:
+    _check_pairs(name, file)
+    if is_mixture(file):
+        with one_sentence(name, "be loaded"):
+            config = AutoConfig.for_model(**mixture_config(name, file))
+    elif file.architecture in GGUF_CONFIG_ARCHS:
         config = _by_keys(name, file)
     else:
         with TemporaryDirectory() as folder:
@@ -79,19 +86,18 @@ def gguf_config(name: str, file: GgufFile) -> PreTrainedConfig:
     return config
 
 
-def _check_is_read(name: str, file: GgufFile) -> None:
-    """Raises ModelNotFoundError for files that transformers reads wrongly, or not to the end."""
-    if file.architecture == "gpt-oss":
-        raise ModelNotFoundError(
-            f"model '{name}' is a GGUF file of gpt-oss, whose experts and stretched positions "
-            "transformers does not read; take the checkpoint, such as 'openai/gpt-oss-20b', whose "
-            "experts stay packed on a CPU as well"
-        )
-    if file.architecture == "llama" and file.values.get("llama.expert_count", 0):
-        raise ModelNotFoundError(
-            f"model '{name}' is a GGUF file of a mixture of experts of Llama's layout, such as "
-            "Mixtral, which transformers does not read; take the checkpoint with weights='int4'"
-        )
+def _check_pairs(name: str, file: GgufFile) -> None:
+    """Raises ModelNotFoundError where experts have a gate and not what it gates, or the reverse:
+    transformers has both in one tensor, of which it would leave a half zero.
+    """
+    for tensor in file.tensors:
+        found = _OF_PAIR.fullmatch(tensor)
+        other = found and f"{found[1]}{'up' if found[2] == 'gate' else 'gate'}{found[3]}"
+        if other and other not in file.tensors:
+            raise ModelNotFoundError(
+                f"model '{name}' cannot be loaded: it has the tensor '{tensor}' and no '{other}'; "
+                "check that the download is complete"
+            )
 
 
 def _by_keys(name: str, file: GgufFile) -> PreTrainedConfig:
@@ -203,6 +209,16 @@ class RowOrder(NamedTuple):
     columns: Tensor | None = None
 
 
+class StackedRows(NamedTuple):
+    """Where the rows of a stack's matrices come to lie in those of the model.
+
+    rows: by row of the file, which output of the model it is. is_transposed: these are columns.
+    """
+
+    rows: range
+    is_transposed: bool = False
+
+
 class Conversion(Protocol):
     """From the tensors of a file to those of its model."""
 
@@ -214,10 +230,8 @@ class Conversion(Protocol):
         """The order of a matrix's rows; None where its rows become something else."""
         ...
 
-    def stacked_rows(self, tensor: GgufTensor) -> slice | None:
-        """Rows of each matrix of the model's that those of a stack [E, N, K] become, in order; None
-        where they become something else.
-        """
+    def stacked_rows(self, tensor: GgufTensor) -> StackedRows | None:
+        """Where the rows of a stack [E, N, K] come to lie; None where they are something else."""
         ...
 
     def add_values(self, tensor: GgufTensor, values: MutableMapping[str, Tensor]) -> None:
@@ -236,7 +250,8 @@ class _ByProcessor:
     """One function of transformers for all tensors of an architecture; most have this."""
 
     def __init__(self, file: GgufFile, model: PreTrainedModel) -> None:
-        kind: Any = TENSOR_PROCESSORS.get(file.architecture, TensorProcessor)
+        known: Any = PROCESSORS if is_mixture(file) else TENSOR_PROCESSORS
+        kind = known.get(file.architecture, TensorProcessor)
         self._processor = kind(config=model.config.to_dict())
         self._names = _names(file, model, self._processor)
 
@@ -256,7 +271,7 @@ class _ByProcessor:
                 return None if name is None else _order_in(made, numbers)
         return None
 
-    def stacked_rows(self, tensor: GgufTensor) -> slice | None:
+    def stacked_rows(self, tensor: GgufTensor) -> StackedRows | None:
         numbers, values = _numbers_of(tensor), dict[str, Tensor]()
         with suppress(Exception):  # of whatever a shape that does not fit leads to
             name, made = self._process(tensor.name, numbers.numpy(), values)
@@ -302,12 +317,16 @@ def _numbers_of(stack: GgufTensor) -> Tensor:
     return torch.arange(1, experts * rows + 1).view(experts, rows, 1)
 
 
-def _rows_in(made: Tensor, numbers: Tensor) -> slice | None:
-    """Where the numbers of a stack's rows have come to lie, as they were and beside zeros."""
-    start = int((made[0, :, 0] != 0).to(torch.uint8).argmax())
-    rows = slice(start, start + numbers.shape[1])
-    beside = made.count_nonzero() == numbers.numel()
-    return rows if beside and torch.equal(made[:, rows].to(numbers.dtype), numbers) else None
+def _rows_in(made: Tensor, numbers: Tensor) -> StackedRows | None:
+    """Where the numbers of a stack's rows have come to lie, in their order and beside zeros."""
+    is_transposed = made.shape[2] != 1
+    whole = made.mT if is_transposed else made
+    found = whole[0, :, 0].nonzero().flatten()[:2].tolist()
+    step = found[1] - found[0] if len(found) > 1 else 1
+    rows = range(found[0], found[0] + step * numbers.shape[1], step)
+    beside = whole.count_nonzero() == numbers.numel()
+    same = beside and torch.equal(whole[:, rows.start : rows.stop : step].to(numbers), numbers)
+    return StackedRows(rows, is_transposed) if same else None
 
 
 class _Names(NamedTuple):
@@ -332,8 +351,8 @@ def _names(file: GgufFile, model: PreTrainedModel, processor: Any) -> dict[str, 
     keys = list(model.state_dict())
     for prefix in _prefixes(model):
         inner = [key.removeprefix(prefix) for key in keys if key.startswith(prefix)]
-        asked = _Names(model.config, inner)
-        found = get_gguf_hf_weights_map(asked, processor, qual_name=prefix) | found
+        asked, kind = _Names(model.config, inner), file.architecture if is_mixture(file) else None
+        found = get_gguf_hf_weights_map(asked, processor, kind, qual_name=prefix) | found
         if file.tensors.keys() <= found.keys():
             break
     return found
@@ -391,11 +410,11 @@ class _ByConverters:
             return order and order._replace(columns=of_inputs[0] if of_inputs else None)
         return None
 
-    def stacked_rows(self, tensor: GgufTensor) -> slice | None:
+    def stacked_rows(self, tensor: GgufTensor) -> StackedRows | None:
         numbers = _numbers_of(tensor)
         converter, pattern = self._by_name.get(tensor.name, (None, ""))
         if converter is None:
-            return slice(0, numbers.shape[1])
+            return StackedRows(range(numbers.shape[1]))
         sources = {
             source: numbers if source == pattern else torch.zeros_like(numbers)
             for source in converter.source_patterns

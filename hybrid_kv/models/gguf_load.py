@@ -25,6 +25,7 @@ from hybrid_kv.errors import BackendUnavailable, ConfigError, GgufWarning, Model
 from hybrid_kv.models.checkpoint import one_sentence, read_model
 from hybrid_kv.models.gguf_conversion import conversion_of, gguf_config
 from hybrid_kv.models.gguf_file import GgufFile, open_gguf
+from hybrid_kv.models.gguf_mixtures import is_mixture
 from hybrid_kv.models.gguf_model import (
     GgufOptions,
     PackedPlan,
@@ -224,6 +225,11 @@ def _check_for_transformers(name: str, file: GgufFile, options: GgufOptions) -> 
         raise ConfigError(
             f"the weights of '{name}' are packed already, got a quantization_config; leave it out, "
             "or add dequantize=True"
+        )
+    if is_mixture(file):
+        raise ConfigError(
+            f"model '{name}' is a GGUF file of a mixture that transformers does not read, which a "
+            "quantization_config asks for; leave it out, or take the checkpoint"
         )
     if file.num_parts > 1:
         raise ConfigError(

@@ -28,7 +28,10 @@ from hybrid_kv.models.packed_experts import (
     GATE_UP,
     PackedExperts,
     PackedStack,
-    is_as_in_files,
+    can_be_packed,
+    gate_rows,
+    is_transposed,
+    rows_of,
 )
 from hybrid_kv.models.packed_linear import PackedEmbedding, PackedLinear, is_table
 from hybrid_kv.models.weight_kinds import StoredWeight
@@ -191,16 +194,16 @@ def _expert_part(
 ) -> str | None:
     """The parameter of `PackedExperts` that a stack of packed matrices can become."""
     name, _, leaf = target.rpartition(".")
-    if tensor.kind not in PACKED_KINDS or len(tensor.shape) != 3:
+    if tensor.kind not in PACKED_KINDS or len(tensor.shape) != 3 or leaf not in (GATE_UP, DOWN):
         return None
-    if leaf not in (GATE_UP, DOWN) or not is_as_in_files(model.get_submodule(name)):
+    experts = model.get_submodule(name)
+    found = conversion.stacked_rows(tensor) if can_be_packed(experts) else None
+    if found is None or found.is_transposed is not is_transposed(experts):
         return None
-    rows, count = conversion.stacked_rows(tensor), model.get_parameter(target).shape[1]
-    if rows == slice(0, count):
+    if found.rows == range(rows_of(experts, leaf).shape[1]):
         return leaf
-    if leaf == DOWN or rows is None or 2 * tensor.shape[1] != count:
-        return None
-    return _UP if rows.start else _GATE
+    gate, up = gate_rows(experts) or (None, None)
+    return None if leaf == DOWN else {gate: _GATE, up: _UP}.get(found.rows)
 
 
 def fill(
@@ -235,7 +238,7 @@ def fill(
     unfit: set[str] = set()
     for owner, stacks in plan.experts.items():
         for stack in stacks.values():
-            wanted = model.get_parameter(stack.target).shape
+            wanted = rows_of(model.get_submodule(owner), stack.target.rpartition(".")[2]).shape
             if stack.tensor.shape[::2] != wanted[::2]:  # the rows are looked at in the plan
                 wrong.append((stack.target, stack.tensor.shape, wanted))
                 unfit.add(owner)

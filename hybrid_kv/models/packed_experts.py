@@ -54,24 +54,29 @@ def can_be_packed(module: nn.Module) -> bool:
     )
 
 
-def is_as_in_files(experts: nn.Module) -> bool:
-    """Whether the first matrix has the rows of the gate before those that it gates, as llama.cpp
-    has them in two, and there are no biases.
-    """
-    told: Mapping[str, Any] = experts.__dict__
-    return (
-        can_be_packed(experts)
-        and told["has_gate"]
-        and told.get("is_concatenated", True)
-        and not told.get("has_bias", True)
-        and not told.get("is_transposed", True)
-    )
+def gate_rows(experts: nn.Module) -> tuple[range, range] | None:
+    """Rows of the first matrix of the gate, and those that it gates; None without a gate."""
+    if not experts.__dict__.get("has_gate", False):
+        return None
+    count = rows_of(experts, GATE_UP).shape[1]
+    if _is_interleaved(experts):
+        return range(0, count, 2), range(1, count, 2)
+    return range(count // 2), range(count // 2, count)
+
+
+def is_transposed(experts: nn.Module) -> bool:
+    """Whether outputs are columns of plain experts' matrices."""
+    return bool(experts.__dict__.get("is_transposed", False))
+
+
+def _is_interleaved(experts: nn.Module) -> bool:
+    return not experts.__dict__.get("is_concatenated", True)
 
 
 def rows_of(experts: nn.Module, name: str) -> Tensor:
     """A weight of plain experts with a row for each output, [E, N, K]."""
     weight = experts.get_parameter(name).detach()
-    return weight.mT if experts.__dict__.get("is_transposed", False) else weight
+    return weight.mT if is_transposed(experts) else weight
 
 
 def _bias(name: str) -> str:
@@ -106,7 +111,7 @@ class PackedExperts(PackedModule):
         super().__init__()
         stacks = {**up, DOWN: down}
         self.num_experts: int = plain.get_parameter(DOWN).shape[0]
-        self.is_transposed = bool(plain.__dict__.get("is_transposed", False))
+        self.is_transposed = is_transposed(plain)
         self.kinds = {name: stack.kind for name, stack in stacks.items()}
         self.columns = {name: stack.columns for name, stack in stacks.items()}
         self.kind = " and ".join(dict.fromkeys(self.kinds.values()))
@@ -162,7 +167,7 @@ class PackedExperts(PackedModule):
             groups = _Routed(chosen, torch.arange(1, len(chosen) + 1))
         tokens = order // top_k_index.shape[-1]
         x = hidden_states.index_select(0, tokens)
-        up = torch.cat([self._product(name, x, groups) for name in self._up], dim=-1)
+        up = self._joined([self._product(name, x, groups) for name in self._up])
         of_up, of_down = (self._parameters[_bias(name)] for name in self._names)
         if of_up is not None:
             up += of_up.index_select(0, chosen)
@@ -172,6 +177,12 @@ class PackedExperts(PackedModule):
         parts *= top_k_weights.flatten().index_select(0, order)[:, None]
         # By expert, in whatever order a token has them.
         return torch.zeros(hidden_states.shape).index_add_(0, tokens, parts)
+
+    def _joined(self, products: list[Tensor]) -> Tensor:
+        """Outputs of the gate, and those that it gates, where the plain module has them."""
+        if len(products) > 1 and _is_interleaved(self._plain[0]):
+            return torch.stack(products, dim=-1).flatten(-2)
+        return torch.cat(products, dim=-1)
 
     def _activated(self, up: Tensor) -> Tensor:
         plain: Any = self._plain[0]
