@@ -282,7 +282,13 @@ class _ByProcessor:
     def add_values(self, tensor: GgufTensor, values: MutableMapping[str, Tensor]) -> None:
         source = tensor.values()
         plain = source.float() if source.dtype == torch.bfloat16 else source  # numpy has none
-        name, made = self._process(tensor.name, plain.numpy(), values)
+        try:
+            name, made = self._process(tensor.name, plain.numpy(), values)
+        except (RuntimeError, ValueError) as error:  # of a shape that does not fit
+            raise ModelNotFoundError(
+                f"tensor '{tensor.name}' is {list(tensor.shape)}, which does not fit: {error}; "
+                "check that the download is complete"
+            ) from error
         target = None if name is None else self._names.get(name)
         if target is not None:
             values[target] = torch.from_numpy(np.ascontiguousarray(made)).to(source.dtype)

@@ -19,13 +19,14 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
+    __version__,
 )
 
 from hybrid_kv.errors import BackendUnavailable, ConfigError, GgufWarning, ModelNotFoundError
 from hybrid_kv.models.checkpoint import one_sentence, read_model
 from hybrid_kv.models.gguf_conversion import conversion_of, gguf_config
 from hybrid_kv.models.gguf_file import GgufFile, open_gguf
-from hybrid_kv.models.gguf_mixtures import is_mixture
+from hybrid_kv.models.gguf_mixtures import GPT_OSS, is_mixture
 from hybrid_kv.models.gguf_model import (
     GgufOptions,
     PackedPlan,
@@ -38,6 +39,11 @@ from hybrid_kv.models.weight_kinds import StoredWeight, dtype_name, mib
 from hybrid_kv.ops.native.library import engine_state
 from hybrid_kv.ops.native.linear import PACKED_KINDS
 from hybrid_kv.runtime import check_weights_memory
+
+try:
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+except ImportError:  # before transformers 5.24
+    GGUF_PRE_TOKENIZER_SPLITS = {}
 
 
 def read_gguf_config(name: str, path: str) -> PreTrainedConfig:
@@ -55,6 +61,7 @@ def read_gguf_config(name: str, path: str) -> PreTrainedConfig:
 def read_gguf_tokenizer(name: str, path: str) -> PreTrainedTokenizerBase:
     """The tokenizer in a file; arguments and errors as `read_gguf_config`."""
     file = _file(name, path)
+    _check_vocabulary(name, file)
     # AutoTokenizer would take the vocabulary apart twice, once for the configuration.
     kind: Any = TOKENIZER_MAPPING.get(type(gguf_config(name, file)), None)
     if kind is None or not issubclass(kind, PreTrainedTokenizerFast):
@@ -64,6 +71,17 @@ def read_gguf_tokenizer(name: str, path: str) -> PreTrainedTokenizerBase:
         if file.values.get("tokenizer.ggml.pre") in _DIGITS_APART:
             _split_digits(made.backend_tokenizer)
     return made  # type: ignore[no-any-return]
+
+
+def _check_vocabulary(name: str, file: GgufFile) -> None:
+    """Raises ModelNotFoundError where transformers would take gpt-oss's words apart as GPT-2's."""
+    kind = file.values.get("tokenizer.ggml.pre")
+    if file.architecture == GPT_OSS and kind not in GGUF_PRE_TOKENIZER_SPLITS:
+        raise ModelNotFoundError(
+            f"the vocabulary of '{name}' is of kind '{kind}', which transformers {__version__} "
+            "does not read from GGUF files; take a file of kind 'gpt-4o', run pip install -U "
+            "transformers (5.24 or later), or pass the checkpoint's tokenizer"
+        )
 
 
 _DIGITS_APART = frozenset(

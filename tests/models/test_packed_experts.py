@@ -36,7 +36,6 @@ from hybrid_kv.models.packed_experts import (
     PackedExperts,
     PackedStack,
     can_be_packed,
-    is_as_in_files,
 )
 from hybrid_kv.models.packed_linear import packed, unpacked
 from hybrid_kv.models.prompt_layers import MIN_TOKENS
@@ -192,15 +191,11 @@ def test_a_graph_of_torch_compile_is_cut_around_them() -> None:
 
 def test_experts_of_another_layout_are_left() -> None:
     experts = plain_experts()
-    assert is_as_in_files(experts)
-    for name, value in (
-        *(("has_bias", True), ("is_transposed", True), ("is_concatenated", False)),
-        *(("has_gate", False), ("has_post_expert_norm", True)),
-    ):
+    assert can_be_packed(experts)
+    for name, value in (("has_gate", False), ("has_post_expert_norm", True)):
         other = copy.deepcopy(experts)
         setattr(other, name, value)
-        assert not is_as_in_files(other), name
-        assert can_be_packed(other) is (name in ("has_bias", "is_transposed", "is_concatenated"))
+        assert not can_be_packed(other), name
     del experts.has_gate  # of a class that has no such words
     assert not can_be_packed(experts)
     assert not can_be_packed(nn.Linear(3, 4))
