@@ -45,7 +45,7 @@ _OWN_KEYS = {
 }
 _THETA = 1e4
 """llama.cpp's where a file does not say."""
-_HARMONY, _ENDS = 201_088, [200_002, 199_999, 200_012]
+_HARMONY, _ENDS = 201_088, (200_002, 199_999, 200_012)
 """Tokens of gpt-oss's vocabulary, and those that end an answer, which a file has one of: the end of
 an answer, of a text, of a call of a tool."""
 
@@ -83,7 +83,7 @@ def mixture_config(name: str, file: GgufFile) -> dict[str, Any]:
     }
     size = file.tensors["token_embd.weight"].shape[0]
     if (size, ids["eos_token_id"]) == (_HARMONY, _ENDS[0]):
-        ids["eos_token_id"] = _ENDS
+        ids["eos_token_id"] = list(_ENDS)
     heads = f"{architecture}.attention.head_count_kv"
     theta = values.get(f"{architecture}.rope.freq_base", _THETA)
     return {
