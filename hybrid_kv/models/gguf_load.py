@@ -239,15 +239,15 @@ def _tell_of_ignored(name: str, model: PreTrainedModel, plan: PackedPlan) -> Non
 
 def _check_for_transformers(name: str, file: GgufFile, options: GgufOptions) -> None:
     """Raises ConfigError unless weights can be unpacked for a library that packs them again."""
-    if file.is_packed and not options.dequantize:
-        raise ConfigError(
-            f"the weights of '{name}' are packed already, got a quantization_config; leave it out, "
-            "or add dequantize=True"
-        )
     if is_mixture(file):
         raise ConfigError(
             f"model '{name}' is a GGUF file of a mixture that transformers does not read, which a "
             "quantization_config asks for; leave it out, or take the checkpoint"
+        )
+    if file.is_packed and not options.dequantize:
+        raise ConfigError(
+            f"the weights of '{name}' are packed already, got a quantization_config; leave it out, "
+            "or add dequantize=True"
         )
     if file.num_parts > 1:
         raise ConfigError(

@@ -249,7 +249,6 @@ def test_no_library_packs_them_since_transformers_would_read_them(mixture: Mixtu
         load_model(
             mixture.path,
             device="cpu",
-            dequantize=True,
             quantization_config=BitsAndBytesConfig(load_in_8bit=True),
         )
 
