@@ -209,16 +209,6 @@ class RowOrder(NamedTuple):
     columns: Tensor | None = None
 
 
-class StackedRows(NamedTuple):
-    """Where the rows of a stack's matrices come to lie in those of the model.
-
-    rows: by row of the file, which output of the model it is. is_transposed: these are columns.
-    """
-
-    rows: range
-    is_transposed: bool = False
-
-
 class Conversion(Protocol):
     """From the tensors of a file to those of its model."""
 
@@ -230,8 +220,10 @@ class Conversion(Protocol):
         """The order of a matrix's rows; None where its rows become something else."""
         ...
 
-    def stacked_rows(self, tensor: GgufTensor) -> StackedRows | None:
-        """Where the rows of a stack [E, N, K] come to lie; None where they are something else."""
+    def stacked_rows(self, tensor: GgufTensor) -> range | None:
+        """By row of a stack [E, N, K], which output of the model's matrix it is; None where it
+        becomes something else.
+        """
         ...
 
     def add_values(self, tensor: GgufTensor, values: MutableMapping[str, Tensor]) -> None:
@@ -271,7 +263,7 @@ class _ByProcessor:
                 return None if name is None else _order_in(made, numbers)
         return None
 
-    def stacked_rows(self, tensor: GgufTensor) -> StackedRows | None:
+    def stacked_rows(self, tensor: GgufTensor) -> range | None:
         numbers, values = _numbers_of(tensor), dict[str, Tensor]()
         with suppress(Exception):  # of whatever a shape that does not fit leads to
             name, made = self._process(tensor.name, numbers.numpy(), values)
@@ -323,16 +315,15 @@ def _numbers_of(stack: GgufTensor) -> Tensor:
     return torch.arange(1, experts * rows + 1).view(experts, rows, 1)
 
 
-def _rows_in(made: Tensor, numbers: Tensor) -> StackedRows | None:
+def _rows_in(made: Tensor, numbers: Tensor) -> range | None:
     """Where the numbers of a stack's rows have come to lie, in their order and beside zeros."""
-    is_transposed = made.shape[2] != 1
-    whole = made.mT if is_transposed else made
+    whole = made if made.shape[2] == 1 else made.mT  # outputs are columns of some models' matrices
     found = whole[0, :, 0].nonzero().flatten()[:2].tolist()
     step = found[1] - found[0] if len(found) > 1 else 1
     rows = range(found[0], found[0] + step * numbers.shape[1], step)
     beside = whole.count_nonzero() == numbers.numel()
     same = beside and torch.equal(whole[:, rows.start : rows.stop : step].to(numbers), numbers)
-    return StackedRows(rows, is_transposed) if same else None
+    return rows if same else None
 
 
 class _Names(NamedTuple):
@@ -416,11 +407,11 @@ class _ByConverters:
             return order and order._replace(columns=of_inputs[0] if of_inputs else None)
         return None
 
-    def stacked_rows(self, tensor: GgufTensor) -> StackedRows | None:
+    def stacked_rows(self, tensor: GgufTensor) -> range | None:
         numbers = _numbers_of(tensor)
         converter, pattern = self._by_name.get(tensor.name, (None, ""))
         if converter is None:
-            return StackedRows(range(numbers.shape[1]))
+            return range(numbers.shape[1])
         sources = {
             source: numbers if source == pattern else torch.zeros_like(numbers)
             for source in converter.source_patterns

@@ -30,7 +30,6 @@ from hybrid_kv.models.packed_experts import (
     PackedStack,
     can_be_packed,
     gate_rows,
-    is_transposed,
     rows_of,
 )
 from hybrid_kv.models.packed_linear import PackedEmbedding, PackedLinear, is_table
@@ -197,13 +196,15 @@ def _expert_part(
     if tensor.kind not in PACKED_KINDS or len(tensor.shape) != 3 or leaf not in (GATE_UP, DOWN):
         return None
     experts = model.get_submodule(name)
-    found = conversion.stacked_rows(tensor) if can_be_packed(experts) else None
-    if found is None or found.is_transposed is not is_transposed(experts):
+    if not can_be_packed(experts):
         return None
-    if found.rows == range(rows_of(experts, leaf).shape[1]):
+    rows = conversion.stacked_rows(tensor)
+    if rows == range(rows_of(experts, leaf).shape[1]):
         return leaf
-    gate, up = gate_rows(experts) or (None, None)
-    return None if leaf == DOWN else {gate: _GATE, up: _UP}.get(found.rows)
+    if leaf == DOWN or rows is None:
+        return None
+    gate, up = gate_rows(experts)
+    return {gate: _GATE, up: _UP}.get(rows)
 
 
 def fill(

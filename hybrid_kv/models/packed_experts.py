@@ -54,19 +54,12 @@ def can_be_packed(module: nn.Module) -> bool:
     )
 
 
-def gate_rows(experts: nn.Module) -> tuple[range, range] | None:
-    """Rows of the first matrix of the gate, and those that it gates; None without a gate."""
-    if not experts.__dict__.get("has_gate", False):
-        return None
+def gate_rows(experts: nn.Module) -> tuple[range, range]:
+    """Rows of the first matrix that are the gate's, and those that it gates."""
     count = rows_of(experts, GATE_UP).shape[1]
     if _is_interleaved(experts):
         return range(0, count, 2), range(1, count, 2)
     return range(count // 2), range(count // 2, count)
-
-
-def is_transposed(experts: nn.Module) -> bool:
-    """Whether outputs are columns of plain experts' matrices."""
-    return bool(experts.__dict__.get("is_transposed", False))
 
 
 def _is_interleaved(experts: nn.Module) -> bool:
@@ -76,7 +69,7 @@ def _is_interleaved(experts: nn.Module) -> bool:
 def rows_of(experts: nn.Module, name: str) -> Tensor:
     """A weight of plain experts with a row for each output, [E, N, K]."""
     weight = experts.get_parameter(name).detach()
-    return weight.mT if is_transposed(experts) else weight
+    return weight.mT if experts.__dict__.get("is_transposed", False) else weight
 
 
 def _bias(name: str) -> str:
@@ -111,7 +104,7 @@ class PackedExperts(PackedModule):
         super().__init__()
         stacks = {**up, DOWN: down}
         self.num_experts: int = plain.get_parameter(DOWN).shape[0]
-        self.is_transposed = is_transposed(plain)
+        self.is_transposed = bool(plain.__dict__.get("is_transposed", False))
         self.kinds = {name: stack.kind for name, stack in stacks.items()}
         self.columns = {name: stack.columns for name, stack in stacks.items()}
         self.kind = " and ".join(dict.fromkeys(self.kinds.values()))
