@@ -66,8 +66,9 @@ def gguf_config(name: str, file: GgufFile) -> PreTrainedConfig:
     """
     layers = file.values.get(f"{file.architecture}.block_count", 0)
     if not isinstance(layers, int) or layers > len(file.tensors):
+        count = f"{layers:,}" if isinstance(layers, int) else f"'{layers}'"
         raise ModelNotFoundError(
-            f"model '{name}' cannot be loaded: its header counts {layers:,} layers and "
+            f"model '{name}' cannot be loaded: its header counts {count} layers and "
             f"{len(file.tensors):,} tensors; check that the download is complete"
         )
     _check_pairs(name, file)
@@ -82,7 +83,8 @@ def gguf_config(name: str, file: GgufFile) -> PreTrainedConfig:
             short.write_bytes(_without_vocabulary(file))
             config = read_config(name, folder, gguf_file=short.name)
         config.name_or_path = str(file.path)
-    _set_attention(name, file, config.get_text_config(decoder=True))
+    with one_sentence(name, "be loaded"):
+        _set_attention(name, file, config.get_text_config(decoder=True))
     return config
 
 

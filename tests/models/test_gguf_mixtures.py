@@ -224,6 +224,8 @@ def test_biases_that_are_missing_or_of_another_shape_are_named(tmp_path: Path) -
         ({"expert_used_count": EXPERTS + 1}, "a token has 5 of 4 experts"),
         ({"rope.dimension_count": 8}, r"8 of \d\d channels of a head are turned"),
         ({"attention.head_count": 0}, "cannot be loaded"),
+        ({"block_count": "many"}, "its header counts 'many' layers"),
+        ({"rope.scaling.factor": "much"}, "cannot be loaded"),
         ({"rope.scaling.type": "longrope", "rope.scaling.factor": 2.0}, "by 'longrope'"),
     ],
 )
