@@ -160,13 +160,12 @@ class GptOssProcessor(TensorProcessor):
         made = weights.swapaxes(-2, -1) if found["leaf"] == "weight" else weights
         if found["which"] == "down":
             return GGUFTensor(made, name, {})
-        columns = torch.from_numpy(made)
-        shape = *columns.shape[:-1], 2 * columns.shape[-1]
+        columns, target = torch.from_numpy(made), kwargs["tensor_key_mapping"][name]
         tensors: dict[str, torch.Tensor] = kwargs["parsed_parameters"]["tensors"]
-        whole = tensors.setdefault(
-            kwargs["tensor_key_mapping"][name], torch.zeros(shape, dtype=columns.dtype)
-        )
-        whole[..., found["which"] == "up" :: 2] = columns
+        if target not in tensors:
+            shape = *columns.shape[:-1], 2 * columns.shape[-1]
+            tensors[target] = torch.zeros(shape, dtype=columns.dtype)
+        tensors[target][..., found["which"] == "up" :: 2] = columns
         return GGUFTensor(weights, None, {})  # type: ignore[arg-type]  # done
 
 
