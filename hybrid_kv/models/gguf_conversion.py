@@ -171,6 +171,8 @@ def _rope_rule(name: str, file: GgufFile, context: int) -> dict[str, Any]:
         )
     if kind == "linear":
         return {"rope_type": kind, "factor": factor}
+    # Bounds are whole numbers, as llama.cpp has them, though gpt-oss's checkpoint has others
+    # (`truncate: False`): no file says so.
     betas = {beta: told.get(f"yarn_{beta}") for beta in ("beta_fast", "beta_slow")}
     attention = told.get("attn_factor", 1.0) * (1 + 0.1 * math.log(factor))
     return {"rope_type": kind, "factor": factor, "attention_factor": attention} | original | betas

@@ -116,7 +116,7 @@ def _check_form(name: str, file: GgufFile, told: dict[str, Any], width: Any) -> 
     if why:
         raise ModelNotFoundError(
             f"model '{name}' cannot be loaded: {why}, which is not read from GGUF files of "
-            "mixtures; take a newer file, or the checkpoint with weights='int4'"
+            "mixtures; take a newer file, or the checkpoint"
         )
 
 
