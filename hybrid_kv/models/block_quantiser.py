@@ -21,6 +21,9 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from hybrid_kv.models.packed_experts import (
     DOWN,
+    GATE,
+    GATE_UP,
+    UP,
     PackedExperts,
     PackedStack,
     can_be_packed,
@@ -159,15 +162,25 @@ def _packed_experts(module: nn.Module, config: BlockConfig) -> PackedExperts:
     return PackedExperts(module, made, down, exact=config.exact)
 
 
-def empty_experts(module: nn.Module, kind: str, *, exact: bool) -> PackedExperts:
-    """A module for the place of experts, whose blocks are still to be read."""
+def empty_experts(
+    module: nn.Module, kind: str, *, exact: bool, is_split: bool = False
+) -> PackedExperts:
+    """A module for the place of experts, whose blocks are still to be read.
+
+    Args:
+        is_split: the gate and what it gates are two stacks.
+    """
     empty = {}
     for name in weight_names(module):
         weight = rows_of(module, name)
         experts, rows, columns = weight.shape
         size = PACKED_KINDS[kind].row_bytes(columns)
-        blocks = torch.empty(experts * rows, size, dtype=weight.dtype, device="meta")
-        empty[name] = PackedStack(kind, blocks, columns)
+        parts = (GATE, UP) if is_split and name == GATE_UP else (name,)
+        for part in parts:
+            blocks = torch.empty(
+                experts * rows // len(parts), size, dtype=weight.dtype, device="meta"
+            )
+            empty[part] = PackedStack(kind, blocks, columns)
     down = empty.pop(DOWN)
     return PackedExperts(module, empty, down, exact=exact)
 

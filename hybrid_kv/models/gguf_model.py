@@ -25,7 +25,9 @@ from hybrid_kv.models.gguf_conversion import Conversion, RowOrder
 from hybrid_kv.models.gguf_file import GgufFile, GgufTensor
 from hybrid_kv.models.packed_experts import (
     DOWN,
+    GATE,
     GATE_UP,
+    UP,
     PackedExperts,
     PackedStack,
     can_be_packed,
@@ -184,8 +186,7 @@ def _order(
     return order if is_table(module) and order is not None and order.columns is None else None
 
 
-_GATE, _UP = "gate_proj", "up_proj"
-_WHOLE_EXPERTS: tuple[Set[str], ...] = ({_GATE, _UP, DOWN}, {GATE_UP, DOWN})
+_WHOLE_EXPERTS: tuple[Set[str], ...] = ({GATE, UP, DOWN}, {GATE_UP, DOWN})
 
 
 def _expert_part(
@@ -204,7 +205,7 @@ def _expert_part(
     if leaf == DOWN or rows is None:
         return None
     gate, up = gate_rows(experts)
-    return {gate: _GATE, up: _UP}.get(rows)
+    return {gate: GATE, up: UP}.get(rows)
 
 
 def fill(

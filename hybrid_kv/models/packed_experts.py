@@ -20,24 +20,31 @@ from hybrid_kv.ops.native.linear import MAX_TOKENS, PackedWeight, packed_experts
 
 _MOST_ROWS = 2**14
 """Inputs of experts that are multiplied at a time: of prompts, whose tokens pass several."""
+_PIECE = 2**20
+"""Inputs that are brought into another order at a time, so that their indices stay few."""
 GATE_UP, DOWN = "gate_up_proj", "down_proj"
 """The weights of most of transformers' experts, [E, 2 I, H] and [E, H, I]."""
+GATE, UP = "gate_proj", "up_proj"
+"""The halves of the first where they are stacks of their own."""
 
 
 class PackedStack(NamedTuple):
     """Matrices of one kind, one for each expert.
 
     blocks: uint8 [E * N, bytes of a row], expert by expert. columns: K, the values of a row.
+    columns_in: [E, K] of int64: which input each column of an expert is for; None where they are in
+    order.
     """
 
     kind: str
     blocks: Tensor
     columns: int
+    columns_in: Tensor | None = None
 
 
 def weight_names(experts: nn.Module) -> tuple[str, str]:
     """Names of the two weights of plain experts."""
-    return GATE_UP if experts.__dict__.get("has_gate", True) else "up_proj", DOWN
+    return GATE_UP if experts.__dict__.get("has_gate", True) else UP, DOWN
 
 
 def can_be_packed(module: nn.Module) -> bool:
@@ -76,11 +83,17 @@ def _bias(name: str) -> str:
     return f"{name}_bias"
 
 
+def order_name(name: str) -> str:
+    """Name of the buffer with the order of a weight's columns, as `PackedStack.columns_in`."""
+    return f"{name}_columns_in"
+
+
 class _Routed(NamedTuple):
-    """Tokens by expert. experts, ends: as of `packed_experts`."""
+    """Tokens by expert. experts, ends: as of `packed_experts`. chosen: the expert of each."""
 
     experts: Tensor
     ends: Tensor
+    chosen: Tensor
 
 
 class PackedExperts(PackedModule):
@@ -107,10 +120,11 @@ class PackedExperts(PackedModule):
         self.is_transposed = bool(plain.__dict__.get("is_transposed", False))
         self.kinds = {name: stack.kind for name, stack in stacks.items()}
         self.columns = {name: stack.columns for name, stack in stacks.items()}
-        self.kind = " and ".join(dict.fromkeys(self.kinds.values()))
         self.exact, self._up, self._names = exact, tuple(up), weight_names(plain)
         for name, stack in stacks.items():
             self.register_parameter(name, nn.Parameter(stack.blocks, requires_grad=False))
+            self.register_buffer(order_name(name), stack.columns_in, persistent=False)
+            self.set_kind(name, stack.kind)
         for name in self._names:
             self.register_parameter(_bias(name), plain._parameters.get(_bias(name)))
             plain.register_parameter(name, None)
@@ -146,6 +160,11 @@ class PackedExperts(PackedModule):
         """Kind of the blocks of a weight."""
         return self.kinds[name]
 
+    def set_kind(self, name: str, kind: str) -> None:
+        """Says of which kind the blocks of a weight are that are still to be read."""
+        self.kinds[name] = kind
+        self.kind = " and ".join(dict.fromkeys(self.kinds.values()))
+
     def shape_of(self, name: str) -> torch.Size:
         """Of its values, [E, N, K]."""
         rows = self.get_parameter(name).shape[0] // self.num_experts
@@ -155,9 +174,9 @@ class PackedExperts(PackedModule):
         chosen, order = top_k_index.flatten().sort(stable=True)
         if len(hidden_states) > MAX_TOKENS:
             experts, counts = chosen.unique_consecutive(return_counts=True)
-            groups = _Routed(experts, counts.cumsum(0))
+            groups = _Routed(experts, counts.cumsum(0), chosen)
         else:  # each by itself: sums of a step must not depend on the tokens that it is joined with
-            groups = _Routed(chosen, torch.arange(1, len(chosen) + 1))
+            groups = _Routed(chosen, torch.arange(1, len(chosen) + 1), chosen)
         tokens = order // top_k_index.shape[-1]
         x = hidden_states.index_select(0, tokens)
         up = self._joined([self._product(name, x, groups) for name in self._up])
@@ -186,6 +205,8 @@ class PackedExperts(PackedModule):
         blocks = self._parameters[name]
         assert blocks is not None
         weight = PackedWeight(self.kinds[name], blocks, self.columns[name])
+        if (order := self._buffers[order_name(name)]) is not None:
+            x = _ordered(x, order, groups.chosen)
         per_expert = len(x) // max(1, len(groups.experts))
         if is_wide_faster(weight.kind, per_expert, exact=self.exact):
             return self._wide_product(x, weight, groups)
@@ -207,3 +228,18 @@ class PackedExperts(PackedModule):
     def extra_repr(self) -> str:
         kinds = ", ".join(f"{name}={kind}" for name, kind in self.kinds.items())
         return f"{self.num_experts}, {kinds}, exact={self.exact}"
+
+
+def _ordered(x: Tensor, order: Tensor, chosen: Tensor) -> Tensor:
+    """Inputs [n, K], each in the order of its expert's columns.
+
+    Args:
+        order: as of `PackedStack`. chosen: [n], those experts.
+    """
+    out = torch.empty_like(x)
+    size = max(1, _PIECE // x.shape[1])
+    for start in range(0, len(x), size):
+        some = slice(start, start + size)
+        experts = chosen[some].clamp(0, len(order) - 1)  # others are refused by the product
+        out[some] = x[some].gather(1, order.index_select(0, experts))
+    return out

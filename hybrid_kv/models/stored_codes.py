@@ -220,13 +220,19 @@ class StoredCodes:
             raise UnfitError(f"has groups that are no multiples of {_BLOCK} inputs")
         return order
 
-    def blocks(self) -> tuple[str, Tensor, Tensor | None]:
+    def blocks(
+        self, kind: str | None = None, out: Tensor | None = None
+    ) -> tuple[str, Tensor, Tensor | None]:
         """Kind, blocks as uint8 [N, bytes of a row] and order of its columns.
+
+        Args:
+            kind: to be made: that of `kind`, which None stands for, or Q4_1 in place of Q4_0.
+            out: where they go; None for memory of their own.
 
         Raises:
             UnfitError: it has none.
         """
-        kind, order = self.kind(), self.order()
+        kind, order = kind or self.kind(), self.order()
         rows, columns = self.shape
         groups = (self.groups if order is None else self.groups[order])[::_BLOCK]
         ends = [self.scales.half()]
@@ -234,7 +240,8 @@ class StoredCodes:
             ends.append((-self.scales.float() * self.zeros).half())
         if not all(bool(end.isfinite().all()) for end in ends):
             raise UnfitError("has scales that 16 bits cannot hold")
-        out = torch.empty(rows, PACKED_KINDS[kind].row_bytes(columns), dtype=torch.uint8)
+        if out is None:
+            out = torch.empty(rows, PACKED_KINDS[kind].row_bytes(columns), dtype=torch.uint8)
         blocks = out.view(rows, -1, PACKED_KINDS[kind].bytes)
         for piece in _pieces(rows, columns):
             numbers, target = self.numbers(piece), blocks[piece]
@@ -251,9 +258,8 @@ class StoredCodes:
                 body[:] = low | high << 4
         return kind, out, order
 
-    def values(self, dtype: torch.dtype) -> Tensor:
-        """The weights [N, K], computed in float32 and rounded once."""
-        out = torch.empty(self.shape, dtype=dtype)
+    def values(self, out: Tensor) -> Tensor:
+        """The weights [N, K], computed in float32 and rounded once to `out`."""
         for piece in _pieces(*self.shape):
             zeros = self.zeros[piece].index_select(1, self.groups)
             scales = self.scales[piece].float().index_select(1, self.groups)

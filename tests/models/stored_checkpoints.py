@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -143,3 +144,40 @@ def save_packed(
     config = {**json.loads(file.read_text()), "quantization_config": dict(told)}
     file.write_text(json.dumps(config))
     return plain
+
+
+_PACKED = re.compile(r"(_proj|\.w[123])\.weight")
+
+
+def save_mixture(
+    path: Path,
+    model: PreTrainedModel,
+    pack: Pack,
+    told: Mapping[str, Any],
+    packed: re.Pattern[str] = _PACKED,
+    **options: Any,
+) -> Path:
+    """Saves a model with matrices packed one by one, those of each expert as well, under the hub's
+    names; beside it, in the folder `twin`, the same numbers plain.
+
+    Args:
+        packed: what is found in the names of what is packed. options: as of `rounded`.
+    """
+    torch.manual_seed(7)
+    model.save_pretrained(path / "twin")
+    plain = load_file(path / "twin" / "model.safetensors")
+    tensors = {}
+    for name, weight in plain.items():
+        if not packed.search(name):
+            tensors[name] = weight.clone()
+            continue
+        it = rounded(weight, **options)
+        plain[name] = it.weight
+        for leaf, tensor in pack(it).items():
+            tensors[f"{name.removesuffix('.weight')}.{leaf}"] = tensor
+    for folder, those in ((path, tensors), (path / "twin", plain)):
+        save_file(those, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((path / "twin" / "config.json").read_text())
+    config["quantization_config"] = dict(told)
+    (path / "config.json").write_text(json.dumps(config))
+    return path
