@@ -252,7 +252,8 @@ class _ConvertExperts(ConversionOps):
             codes, parts = self._codes(target, found, weight.shape), self.hf_quantizer.parts[target]
             for rows, part in zip(values.chunk(len(parts), 1), parts, strict=True):
                 for out, name in zip(rows, part, strict=True):
-                    codes[name].values(out)
+                    with _named(name):
+                        codes[name].values(out)
             return {target: values.to(device)}
         except UnfitError as error:
             self.hf_quantizer.unfit.append(str(error))
@@ -386,7 +387,7 @@ def _check_part(
     names: Sequence[str], shape: torch.Size, stored: Mapping[str, _Shapes], config: StoredConfig
 ) -> None:
     """Looks at a matrix of every expert: each must have what one of them has."""
-    leaves = {leaf for name in names for leaf in stored.get(name, {})}
+    leaves = {leaf for name in names for leaf in stored.get(name, {})} - {"weight"}
     for name in names:
         shapes = stored.get(name, {})
         _check_shapes(name, shape, shapes, config)

@@ -209,9 +209,7 @@ class StoredCodes:
         Raises:
             UnfitError: a block would have inputs of several groups.
         """
-        order, groups = None, self.groups
-        if bool((groups < 0).any()) or bool((groups >= self.scales.shape[1]).any()):
-            raise UnfitError(f"has inputs of groups beyond its {self.scales.shape[1]}")
+        order, groups = None, self._checked_groups()
         if bool((groups.diff() < 0).any()):
             order = groups.argsort(stable=True)
             groups = groups[order]
@@ -259,12 +257,23 @@ class StoredCodes:
         return kind, out, order
 
     def values(self, out: Tensor) -> Tensor:
-        """The weights [N, K], computed in float32 and rounded once to `out`."""
+        """The weights [N, K], computed in float32 and rounded once to `out`.
+
+        Raises:
+            UnfitError: an input belongs to no group.
+        """
+        groups = self._checked_groups()
         for piece in _pieces(*self.shape):
-            zeros = self.zeros[piece].index_select(1, self.groups)
-            scales = self.scales[piece].float().index_select(1, self.groups)
+            zeros = self.zeros[piece].index_select(1, groups)
+            scales = self.scales[piece].float().index_select(1, groups)
             out[piece] = (self.numbers(piece).float() - zeros) * scales
         return out
+
+    def _checked_groups(self) -> Tensor:
+        groups, count = self.groups, self.scales.shape[1]
+        if bool((groups < 0).any()) or bool((groups >= count).any()):
+            raise UnfitError(f"has inputs of groups beyond its {count}")
+        return groups
 
 
 def read_codes(

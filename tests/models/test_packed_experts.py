@@ -61,16 +61,23 @@ def plain_experts() -> nn.Module:
     return experts.eval().requires_grad_(False)
 
 
-def of_plain(experts: nn.Module, *, exact: bool = True, is_whole: bool = False) -> PackedExperts:
+def of_plain(
+    experts: nn.Module, *, exact: bool = True, is_whole: bool = False, is_ordered: bool = False
+) -> PackedExperts:
     """The packed form of experts, whose own weights become what the blocks hold.
 
     is_whole: the gate and what it gates are one weight, as in a checkpoint; else two, as in a file.
+    is_ordered: columns of each expert and stack have an order of their own.
     """
 
     def stack(weight: Tensor, kind: str) -> PackedStack:
-        blocks = packed(weight.flatten(0, 1), kind)
-        weight.copy_(unpacked(blocks, kind).view_as(weight))
-        return PackedStack(kind, blocks, weight.shape[-1])
+        order = torch.arange(weight.shape[-1]).expand(EXPERTS, -1)
+        if is_ordered:
+            order = torch.rand(order.shape).argsort(1)
+        place = order[:, None].expand_as(weight)
+        blocks = packed(weight.gather(2, place).flatten(0, 1), kind)
+        weight.scatter_(2, place, unpacked(blocks, kind).view_as(weight))
+        return PackedStack(kind, blocks, weight.shape[-1], order if is_ordered else None)
 
     up, down = experts.get_parameter("gate_up_proj"), experts.get_parameter("down_proj")
     if is_whole:
@@ -91,10 +98,15 @@ def routed(tokens: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Ten
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 3, 70, 8_201])
-@pytest.mark.parametrize("is_whole", [False, True])
-def test_tokens_get_the_sum_of_their_experts(tokens: int, is_whole: bool) -> None:
+@pytest.mark.parametrize(
+    "form", [{}, {"is_whole": True}, {"is_ordered": True}, {"is_whole": True, "is_ordered": True}]
+)
+def test_tokens_get_the_sum_of_their_experts(
+    tokens: int, form: dict[str, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hybrid_kv.models.packed_experts._PIECE", 2**12)
     plain = plain_experts()
-    experts = of_plain(plain, is_whole=is_whole)
+    experts = of_plain(plain, **form)
     inputs = routed(tokens)
     out, wanted = experts(*inputs), plain(*inputs)
     assert out.shape == wanted.shape
@@ -120,9 +132,13 @@ def test_experts_without_a_gate_have_an_activation() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_tokens_of_a_joined_step_are_bit_for_bit_what_they_are_alone(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("is_ordered", [False, True])
+def test_tokens_of_a_joined_step_are_bit_for_bit_what_they_are_alone(
+    is_ordered: bool, dtype: torch.dtype
+) -> None:
     """Several that share an expert: of one by itself a sum has another order than of many."""
-    experts, (x, _, shares) = of_plain(plain_experts(), exact=False), routed(8, dtype)
+    experts = of_plain(plain_experts(), exact=False, is_ordered=is_ordered)
+    x, _, shares = routed(8, dtype)
     index = torch.tensor([[0, 1]] * 7 + [[1, 4]])
     alone = [experts(x[i : i + 1], index[i : i + 1], shares[i : i + 1]) for i in range(8)]
     assert torch.equal(experts(x, index, shares), torch.cat(alone))
@@ -154,11 +170,12 @@ def test_many_tokens_of_an_expert_go_the_way_that_a_trial_found_faster(
     assert errors[1] < 1e-6
 
 
-def test_an_expert_that_there_is_not_is_refused() -> None:
+@pytest.mark.parametrize("is_ordered", [False, True])
+def test_an_expert_that_there_is_not_is_refused(is_ordered: bool) -> None:
     x, index, shares = routed(3)
     index[1, 0] = EXPERTS
     with pytest.raises(ConfigError, match="experts must be numbers of matrices"):
-        of_plain(plain_experts())(x, index, shares)
+        of_plain(plain_experts(), is_ordered=is_ordered)(x, index, shares)
     with pytest.raises(ShapeError, match=r"top_k_weights must be \[3, 2\].*got \[3, 5\]"):
         of_plain(plain_experts())(x, index, torch.ones(3, EXPERTS))
 

@@ -31,7 +31,7 @@ from hybrid_kv.models.packed_experts import PackedExperts
 from hybrid_kv.models.stored_codes import StoredCodes
 from hybrid_kv.planning.plan import model_facts
 from tests.models.stored_checkpoints import save_mixture
-from tests.models.test_stored_codes import CHECKPOINTS, refused, scheme, tokens_of
+from tests.models.test_stored_codes import CHECKPOINTS, refused, tokens_of
 from tests.ops.native.engines import needs_engine
 
 EXPERTS = 11
@@ -116,7 +116,6 @@ def test_a_packed_mixture_answers_as_its_plain_twin(
     packed = experts_of(model)
     assert len(packed) == (2 if name in ("qwen3", "mixtral") else 1)
     exact = "order" not in what and what not in ("awq", "compressed-zeros")
-    print("ERR", name, what, error(model, twin))
     assert {one.kind for one in packed} == {"Q8_0" if "8" in what else "Q4_0" if exact else "Q4_1"}
     assert error(model, twin) < (1e-4 if exact else 3e-3)
     assert tokens_of(model) == tokens_of(twin)
@@ -147,12 +146,12 @@ def test_experts_without_a_gate_are_read(tmp_path: Path) -> None:
         **{"moe_intermediate_size": 64, "moe_shared_expert_intermediate_size": 64},
         **{"n_groups": 1, "ssm_state_size": 16, "chunk_size": 16},
     )
-    pack, told, own = CHECKPOINTS["gptq-order"]
+    pack, told, own = CHECKPOINTS["gptq"]
     path = save_mixture(tmp_path, model_of(config), pack, told, **own)
     twin = load_model(path / "twin", device="cpu")
     model = load_model(path, device="cpu", exact_products=True)
     assert [[*one.kinds] for one in experts_of(model)] == [["up_proj", "down_proj"]]
-    assert error(model, twin) < 3e-3
+    assert error(model, twin) < 1e-4
     assert error(load_model(path, device="cpu", dequantize=True), twin) == 0
 
 
@@ -163,7 +162,9 @@ def test_tensors_of_an_expert_lie_in_any_files(dequantize: bool, tmp_path: Path)
     tensors = load_file(path / "model.safetensors")
     (path / "model.safetensors").unlink()
     names = sorted(tensors)
-    index = {name: f"model-0000{1 + place % 3}-of-00003.safetensors" for place, name in enumerate(names)}
+    index = {
+        name: f"model-0000{1 + place % 3}-of-00003.safetensors" for place, name in enumerate(names)
+    }
     for file in set(index.values()):
         part = {name: tensors[name] for name in names if index[name] == file}
         save_file(part, path / file, metadata={"format": "pt"})
@@ -242,7 +243,7 @@ def test_a_plan_counts_the_blocks_of_packed_experts(tmp_path: Path) -> None:
 @needs_engine
 def test_a_packed_mixture_is_not_saved(tmp_path: Path) -> None:
     model = load_model(saved(tmp_path, "qwen3", "gptq"), device="cpu")
-    with pytest.raises(ConfigError, match="^a model whose weights are packed in Q4_0 has no state"):
+    with pytest.raises(ConfigError, match=r"^a model whose weights are packed in Q4_0 has no "):
         experts_of(model)[0].state_dict()
     with pytest.raises(ValueError, match="not serializable"):
         model.save_pretrained(tmp_path / "again")
@@ -340,9 +341,9 @@ DAMAGED: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
         lambda tensors: move(tensors, MOE, "model.layers.7.mlp.experts"),
         "the model has no experts model.layers.7.mlp.experts",
     ),
-    "no numbers": (
-        lambda tensors: move(tensors, f"{FIRST}.", f"{MOE}.gate_proj."),
-        f"the model has matrix {MOE}.gate_proj in another form",
+    "no number": (
+        lambda tensors: move(tensors, f"{FIRST}.", f"{MOE}.x.gate_proj."),
+        f"the model has matrix {MOE}.x.gate_proj in another form",
     ),
 }
 
@@ -404,7 +405,3 @@ def test_zeros_of_8_bits_are_refused_by_name(tmp_path: Path) -> None:
         lambda tensors: tensors[f"{FIRST}.qzeros"].add_(1),
     )
     assert f"matrix {FIRST} has zeros of 8 bits" in refused(ModelNotFoundError, path)
-
-
-def test_told() -> None:
-    assert scheme(4, 64)["quant_method"] == "compressed-tensors"
