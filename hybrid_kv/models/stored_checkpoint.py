@@ -180,6 +180,8 @@ class StoredQuantizer(IntoBlocks):
         for (module, buffer), order in self.orders.items():
             setattr(module, buffer, order)
         self.orders.clear()
+        if self.quantization_config.dequantize:  # before 5.24 saving would try to pack it again
+            vars(model).pop("_weight_conversions", None)
         return model
 
 
