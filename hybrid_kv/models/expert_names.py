@@ -60,6 +60,7 @@ class StoredNames:
         self._renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
         self._converters = [one for one in mapping if isinstance(one, WeightConverter)]
         self._prefix, self._known = model.base_model_prefix, dict(model.named_parameters())
+        self._ignored = [*(model._keys_to_ignore_on_load_unexpected or ())]
         merges = list(merges_of(mapping))
         self._patterns = {name for merge in merges for name in merge.converter.source_patterns}
         self._parts = list(dict.fromkeys(part for merge in merges for part in merge.parts))
@@ -75,6 +76,13 @@ class StoredNames:
             return target, False
         is_numbered = matrix.split(".")[-2:-1][0].isdigit()
         return target, True if pattern in self._patterns and is_numbered else None
+
+    def is_ignored(self, target: str) -> bool:
+        """Whether transformers leaves a weight out that the model does not have, such as those of
+        layers that foresee further tokens.
+        """
+        unknown = target not in self._known
+        return unknown and any(re.search(pattern, target) for pattern in self._ignored)
 
     def parts(self, experts: str, prefix: str) -> dict[str, list[str]]:
         """By weight of a module the names of an expert's matrices that go there, in their order.

@@ -112,6 +112,8 @@ class StoredQuantizer(IntoBlocks):
         for name, shapes in stored.items():
             target, is_expert = names.find(name)
             path = target.rpartition(".")[0]
+            if names.is_ignored(target):
+                continue
             if is_expert is None:
                 raise _refused(config, f"the model has matrix {name} in another form")
             if is_expert:

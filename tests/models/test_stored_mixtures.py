@@ -189,6 +189,36 @@ def test_experts_of_a_layer_may_be_plain(tmp_path: Path) -> None:
 
 
 @needs_engine
+@pytest.mark.parametrize("dequantize", [False, True])
+def test_layers_that_transformers_leaves_out_may_be_packed(
+    dequantize: bool, tmp_path: Path
+) -> None:
+    """GLM 4.5 has one that foresees a second token."""
+
+    def add(tensors: dict[str, Tensor]) -> None:
+        for name in [name for name in tensors if ".layers.1." in name]:
+            tensors[name.replace(".layers.1.", ".layers.46.")] = tensors[name].clone()
+
+    path = change(saved(tmp_path, "glm4", "gptq"), add)
+    model = load_model(path, device="cpu", dequantize=dequantize)
+    assert len(experts_of(model)) == (0 if dequantize else 1)
+
+
+@needs_engine
+@pytest.mark.parametrize("some", [range(3, 4), range(1, EXPERTS)])
+def test_experts_may_have_an_order_or_none(some: range, tmp_path: Path) -> None:
+    def order(tensors: dict[str, Tensor]) -> None:
+        for e in some:
+            for part in ("gate_proj", "down_proj"):
+                groups = tensors[f"{MOE}.{e}.{part}.g_idx"]
+                groups.copy_(groups[torch.randperm(len(groups))])
+
+    path = change(saved(tmp_path, "qwen3", "gptq"), order)
+    model = load_model(path, device="cpu", exact_products=True)
+    assert error(model, load_model(path, device="cpu", dequantize=True)) < 1e-4
+
+
+@needs_engine
 def test_a_packed_router_is_unpacked(tmp_path: Path) -> None:
     config = Qwen3MoeConfig(**SIZES, num_experts=8, moe_intermediate_size=64, head_dim=32)
     pack, told, own = CHECKPOINTS["awq"]
