@@ -30,13 +30,13 @@ class Merge(NamedTuple):
     """Matrices of experts that become one weight of all, [E, parts * N, K].
 
     prefix: a pattern of their names, up to the expert's number. parts: their names behind it, in
-    the order of rows. target: how the weight's name ends. converter: the model's own.
+    the order of rows. target: how the weight's name ends. patterns: of the matrices' weights.
     """
 
     prefix: str
     parts: tuple[str, ...]
     target: str
-    converter: WeightConverter
+    patterns: tuple[str, ...]
 
 
 def merges_of(conversions: Iterable[Any]) -> Iterator[Merge]:
@@ -47,9 +47,10 @@ def merges_of(conversions: Iterable[Any]) -> Iterator[Merge]:
         found = [_OF_EXPERT.fullmatch(pattern) for pattern in one.source_patterns]
         names = [(match[1], match[2]) for match in found if match is not None]
         steps = tuple((type(step), getattr(step, "dim", None)) for step in one.operations)
-        if len(names) == len(found) and steps == _STEPS[: len(names)]:
+        is_one = len(names) == len(found) and len({prefix for prefix, _ in names}) == 1
+        if is_one and steps == _STEPS[: len(names)]:
             parts = tuple(part for _, part in names)
-            yield Merge(names[0][0], parts, one.target_patterns[0], one)
+            yield Merge(names[0][0], parts, one.target_patterns[0], tuple(one.source_patterns))
 
 
 class StoredNames:
@@ -62,7 +63,7 @@ class StoredNames:
         self._prefix, self._known = model.base_model_prefix, dict(model.named_parameters())
         self._ignored = [*(model._keys_to_ignore_on_load_unexpected or ())]
         merges = list(merges_of(mapping))
-        self._patterns = {name for merge in merges for name in merge.converter.source_patterns}
+        self._patterns = {name for merge in merges for name in merge.patterns}
         self._parts = list(dict.fromkeys(part for merge in merges for part in merge.parts))
 
     def find(self, matrix: str) -> tuple[str, bool | None]:
@@ -74,7 +75,7 @@ class StoredNames:
         )
         if pattern is None:
             return target, False
-        is_numbered = matrix.split(".")[-2:-1][0].isdigit()
+        is_numbered = matrix.split(".")[-2].isdigit()
         return target, True if pattern in self._patterns and is_numbered else None
 
     def is_ignored(self, target: str) -> bool:

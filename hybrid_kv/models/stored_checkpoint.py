@@ -343,10 +343,7 @@ def _converters(merge: Merge, quantizer: StoredQuantizer) -> Iterator[WeightConv
             for place, part in enumerate(parts)
             for name in (*_tensor_names(config), "bias")
         }
-        made = WeightConverter([*places], target, [_ConvertExperts(quantizer, places)])
-        made.scope_prefix = merge.converter.scope_prefix
-        made.base_model_prefix = merge.converter.base_model_prefix
-        yield made
+        yield WeightConverter([*places], target, [_ConvertExperts(quantizer, places)])
 
 
 def _matrices(config: StoredConfig, files: Iterable[Any]) -> Mapping[str, _Shapes]:
