@@ -33,7 +33,6 @@ from hybrid_kv.models.packed_experts import (
     PackedExperts,
     can_be_packed,
     order_name,
-    weight_names,
 )
 from hybrid_kv.models.packed_linear import PackedLinear
 from hybrid_kv.models.stored_codes import StoredCodes, UnfitError, read_codes, stored_layout
@@ -162,7 +161,7 @@ class StoredQuantizer(IntoBlocks):
             self.parts.update({f"{path}.{leaf}": parts for leaf, parts in made.items()})
             return
         fits = can_be_packed(module) and not module.__dict__.get("is_transposed", False)
-        if not fits or made.keys() != {*weight_names(module)}:
+        if not fits:
             kind = type(module).__name__
             raise _refused(
                 config, f"the model's {path} is a {kind}, which only dequantize=True can read"

@@ -352,6 +352,10 @@ TAMPERED: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
         lambda tensors: tensors.update({"model.norm.scales": torch.ones(2, 128).half()}),
         "the model's model.norm is a LlamaRMSNorm, no linear layer",
     ),
+    "an embedding": (
+        lambda tensors: tensors.update({"model.embed_tokens.scales": torch.ones(2, 77).half()}),
+        "the model's model.embed_tokens is a Embedding, no linear layer",
+    ),
     "groups beyond": (
         lambda tensors: tensors.update({f"{FIRST}.g_idx": torch.arange(128).int() // 32}),
         f"matrix {FIRST} has inputs of groups beyond its 2",

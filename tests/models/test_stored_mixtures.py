@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
     Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     GptOssConfig,
     MixtralConfig,
     NemotronHConfig,
@@ -22,10 +23,18 @@ from transformers import (
     Qwen2MoeConfig,
     Qwen3MoeConfig,
 )
+from transformers.core_model_loading import (
+    Concatenate,
+    ConversionOps,
+    MergeModulelist,
+    Transpose,
+    WeightConverter,
+)
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 from transformers.models.qwen3_moe import modeling_qwen3_moe
 
 from hybrid_kv.errors import ConfigError, ModelNotFoundError
+from hybrid_kv.models.expert_names import merges_of
 from hybrid_kv.models.load import load_model
 from hybrid_kv.models.packed_experts import PackedExperts
 from hybrid_kv.models.stored_codes import StoredCodes
@@ -202,6 +211,17 @@ def test_layers_that_transformers_leaves_out_may_be_packed(
     path = change(saved(tmp_path, "glm4", "gptq"), add)
     model = load_model(path, device="cpu", dequantize=dequantize)
     assert len(experts_of(model)) == (0 if dequantize else 1)
+
+
+@needs_engine
+def test_layers_of_the_model_are_never_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The larger GLM 4.5 has a layer 46 of its own."""
+    ignored = [r"model\.layers\.1.*"]
+    monkeypatch.setattr(Glm4MoeForCausalLM, "_keys_to_ignore_on_load_unexpected", ignored)
+    path = saved(tmp_path, "glm4", "gptq")
+    assert len(experts_of(load_model(path, device="cpu"))) == 1
 
 
 @needs_engine
@@ -426,6 +446,44 @@ def test_experts_of_another_make_are_only_unpacked(
     assert torch.equal(
         model.get_parameter(f"{MOE}.down_proj"), twin.get_parameter(f"{MOE}.down_proj")
     )
+
+
+@needs_engine
+@pytest.mark.parametrize("dequantize", [False, True])
+def test_experts_without_a_weight_of_all_are_refused(
+    dequantize: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = saved(tmp_path, "qwen3", "gptq")
+    make = modeling_qwen3_moe.Qwen3MoeExperts.__init__
+
+    def otherwise(self: Any, *args: Any, **options: Any) -> None:
+        make(self, *args, **options)
+        self.first = self.gate_up_proj
+        del self.gate_up_proj
+
+    monkeypatch.setattr(modeling_qwen3_moe.Qwen3MoeExperts, "__init__", otherwise)
+    monkeypatch.setattr(
+        modeling_qwen3_moe.Qwen3MoePreTrainedModel, "_init_weights", lambda *_: None
+    )
+    text = refused(ModelNotFoundError, path, dequantize=dequantize)
+    assert f"the model's {MOE} has no weight gate_up_proj of all experts" in text
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        [MergeModulelist(dim=0), Concatenate(dim=1), Transpose(1, 2)],
+        [MergeModulelist(dim=0), Concatenate(dim=2)],
+        [MergeModulelist(dim=1), Concatenate(dim=1)],
+        [MergeModulelist(dim=0)],
+    ],
+)
+def test_conversions_that_do_more_than_put_together_are_left_alone(
+    steps: list[ConversionOps],
+) -> None:
+    parts = ["gate_proj", "up_proj"]
+    patterns = [f"mlp.experts.*.{part}.weight" for part in parts]
+    assert not list(merges_of([WeightConverter(patterns, "mlp.experts.gate_up_proj", steps)]))
 
 
 @needs_engine
