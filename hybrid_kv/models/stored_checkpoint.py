@@ -91,7 +91,7 @@ class StoredQuantizer(IntoBlocks):
         self.orders, self.unfit, self.parts = {}, [], {}
 
     def update_weight_conversions(self, weight_conversions: list[Any], *model: Any) -> list[Any]:
-        """Those of the model, after others that take what is packed of its experts.
+        """Put conversions of packed experts before the model's own, which take plain ones.
 
         transformers before 5.24 gives no model.
         """
@@ -316,19 +316,19 @@ def _named(name: str) -> Iterator[None]:
 
 
 def _tensor_names(config: StoredConfig) -> list[str]:
-    """What follows a matrix's name in those of its tensors."""
+    """Names of a matrix's tensors, behind its own."""
     form = config.layout.form
     return [*form.names, *(("weight_shape",) if form.numbers == "weight_packed" else ())]
 
 
 def _stacks(leaf: str, num_parts: int) -> tuple[str, ...]:
-    """What `PackedExperts` calls the stacks of a weight: gate and up have orders of their own."""
+    """Names of a weight's stacks in `PackedExperts`: gate and up have orders of their own."""
     return (leaf,) if num_parts == 1 else (GATE, UP)
 
 
 def _converters(merge: Merge, quantizer: StoredQuantizer) -> Iterator[WeightConverter]:
-    """Those that read packed matrices of a merge: into its weight where they are unpacked, else
-    into the stack of each part.
+    """Conversions of a merge's packed matrices: into its weight where they are unpacked, else into
+    the stack of each part.
     """
     config = quantizer.quantization_config
     head, _, leaf = merge.target.rpartition(".")
