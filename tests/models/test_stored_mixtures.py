@@ -186,6 +186,14 @@ def test_tensors_of_an_expert_lie_in_any_files(dequantize: bool, tmp_path: Path)
 
 
 @needs_engine
+def test_names_may_lack_the_prefix_of_the_model(tmp_path: Path) -> None:
+    path = saved(tmp_path, "qwen3", "gptq")
+    change(path, lambda tensors: move(tensors, "model.", ""))
+    model = load_model(path, device="cpu", exact_products=True)
+    assert error(model, load_model(path / "twin", device="cpu")) < 1e-4
+
+
+@needs_engine
 def test_experts_of_a_layer_may_be_plain(tmp_path: Path) -> None:
     packed = re.compile(r"(self_attn\..*|layers\.1\..*)_proj\.weight")
     path = saved(tmp_path, "qwen3", "compressed", packed=packed)
