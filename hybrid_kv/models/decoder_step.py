@@ -27,8 +27,7 @@ from hybrid_kv.models.hf_attention import hybrid_attention
 from hybrid_kv.models.hf_cache import ServedCache
 from hybrid_kv.models.last_rows import is_heard
 from hybrid_kv.models.packed_linear import PackedLinear
-from hybrid_kv.models.support import has_own_forward
-from hybrid_kv.ops.native.bindings import GELU_TANH, SILU
+from hybrid_kv.models.support import activation_of, has_own_forward
 from hybrid_kv.ops.native.decoder import BoundDecoder, DecoderWeights, Matrix, Norm
 from hybrid_kv.ops.native.library import Pool, engine_state, pool_here
 from hybrid_kv.ops.native.linear import MAX_TOKENS, PLAIN, multiplies
@@ -316,7 +315,7 @@ class DecoderStep:
         if all(type(one) is nn.Linear and is_small(one.weight) for one in linear):
             return None  # of which no trial tells
         if not family.has_experts:
-            weights["activation"] = _activation(getattr(feed_forward, family.activation))
+            weights["activation"] = activation_of(getattr(feed_forward, family.activation))
         weights["residual_scale"] = getattr(layer, "residual_multiplier", 1.0)
         if weights["residual_scale"] == 0:
             return None
@@ -376,7 +375,7 @@ def _family_of(layer: nn.Module) -> _Family | None:
     home = f"transformers.models.{own_name}.modeling_{own_name}"
     if any(type(getattr(layer, one, None)) is not nn.Dropout for one in family.dropouts):
         return None
-    has_activation = _activation(getattr(feed_forward, family.activation, None)) is not None
+    has_activation = activation_of(getattr(feed_forward, family.activation, None)) is not None
     is_known = (family.has_experts or has_activation) and all(
         (type(part).__module__, type(part).__name__) == (home, name + kind)
         # Else somebody has put another one there.
@@ -389,17 +388,6 @@ def _family_of(layer: nn.Module) -> _Family | None:
         for part, kind in named
     )
     return family if is_known else None
-
-
-def _activation(module: object) -> int | None:
-    """Activation of a feed-forward as the engine counts them; None where it has no such."""
-    if type(module) in (nn.SiLU, SiLUActivation):
-        return SILU
-    if type(module) is not GELUTanh:
-        return None
-    act: Any = module.act
-    is_own = isinstance(act, partial) and act.func is nn.functional.gelu and not act.args
-    return GELU_TANH if is_own and act.keywords == {"approximate": "tanh"} else None
 
 
 def _is_watched() -> bool:

@@ -12,11 +12,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers.integrations.moe import _default_apply_gate
 
 from hybrid_kv.errors import ShapeError
 from hybrid_kv.models.packed_linear import PackedModule, is_wide_faster, wide_product
+from hybrid_kv.models.support import activation_of
+from hybrid_kv.ops.native.experts import BoundMixture, ExpertWeights, packed_experts
 from hybrid_kv.ops.native.library import pool_here
-from hybrid_kv.ops.native.linear import MAX_TOKENS, PackedWeight, packed_experts
+from hybrid_kv.ops.native.linear import MAX_TOKENS, PackedWeight
 
 _MOST_ROWS = 2**14
 """Inputs of experts that are multiplied at a time: of prompts, whose tokens pass several."""
@@ -111,6 +114,9 @@ class PackedExperts(PackedModule):
         exact: as of `PackedLinear`.
     """
 
+    _bound: tuple[list[Any], BoundMixture | None] | None = None
+    """Where the weights lie, and the call that knows it."""
+
     def __init__(
         self, plain: nn.Module, up: Mapping[str, PackedStack], down: PackedStack, *, exact: bool
     ) -> None:
@@ -149,6 +155,9 @@ class PackedExperts(PackedModule):
                 f"top_k_weights must be {list(top_k_index.shape)}, a share for each expert of a "
                 f"token, got {list(top_k_weights.shape)}"
             )
+        mixture = self._mixture() if len(hidden_states) <= MAX_TOKENS else None
+        if mixture is not None:
+            return mixture.sums(hidden_states, top_k_index, top_k_weights, pool_here())
         out = torch.empty_like(hidden_states)
         size = max(1, _MOST_ROWS // max(1, top_k_index.shape[-1]))
         for start in range(0, len(out), size):
@@ -169,6 +178,35 @@ class PackedExperts(PackedModule):
         """Of its values, [E, N, K]."""
         rows = self.get_parameter(name).shape[0] // self.num_experts
         return torch.Size((self.num_experts, rows, self.columns[name]))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy or a pickle takes: not addresses."""
+        return {name: one for name, one in self.__dict__.items() if name != "_bound"}
+
+    def _mixture(self) -> BoundMixture | None:
+        """The engine's one call for a few tokens; None where it does not know what is between its
+        products.
+        """
+        weights = [self.get_parameter(name) for name in (*self._up, DOWN)]
+        places = [(one.data_ptr(), one.shape) for one in weights]
+        if self._bound is None or self._bound[0] != places:
+            self._bound = places, self._bind()
+        return self._bound[1]
+
+    def _bind(self) -> BoundMixture | None:
+        plain: Any = self._plain[0]
+        activation = activation_of(getattr(plain, "act_fn", None))
+        has_biases = any(self._parameters[_bias(name)] is not None for name in self._names)
+        is_default = getattr(type(plain), "_apply_gate", None) is _default_apply_gate
+        if activation is None or has_biases or not (plain.has_gate and is_default):
+            return None
+        *up, down = map(self._packed, (*self._up, DOWN))
+        told = self.num_experts, tuple(up), down, activation, self.exact
+        return BoundMixture(ExpertWeights(*told))
+
+    def _packed(self, name: str) -> PackedWeight:
+        blocks = self.get_parameter(name).detach()
+        return PackedWeight(self.kinds[name], blocks, self.columns[name])
 
     def _sum(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         chosen, order = top_k_index.flatten().sort(stable=True)
@@ -202,9 +240,7 @@ class PackedExperts(PackedModule):
         return activated
 
     def _product(self, name: str, x: Tensor, groups: _Routed) -> Tensor:
-        blocks = self._parameters[name]
-        assert blocks is not None
-        weight = PackedWeight(self.kinds[name], blocks, self.columns[name])
+        weight = self._packed(name)
         if (order := self._buffers[order_name(name)]) is not None:
             x = _ordered(x, order, groups.chosen)
         per_expert = len(x) // max(1, len(groups.experts))

@@ -17,7 +17,7 @@ extern "C" {
 #define HKV_API __attribute__((visibility("default")))
 
 /* Raised with every change of a signature or of a struct below; the caller refuses another one. */
-#define HKV_ABI_VERSION 26
+#define HKV_ABI_VERSION 27
 
 enum hkv_status {
   HKV_OK = 0,
@@ -28,6 +28,9 @@ enum hkv_status {
 };
 
 enum hkv_dtype { HKV_F32 = 0, HKV_F16 = 1, HKV_BF16 = 2 };
+
+/* Of a gated feed-forward. */
+enum hkv_activation { HKV_SILU = 0, HKV_GELU_TANH = 1 };
 
 HKV_API int hkv_abi_version(void);
 

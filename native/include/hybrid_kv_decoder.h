@@ -34,9 +34,6 @@ typedef struct hkv_norm {
   int32_t zero_centred; /* 1: the weight is stored less 1, and only the product is rounded; 0: x is before it */
 } hkv_norm;
 
-/* Of a gated feed-forward. */
-enum hkv_activation { HKV_SILU = 0, HKV_GELU_TANH = 1 };
-
 typedef struct hkv_decoder {
   int32_t dtype;     /* enum hkv_dtype of hidden states, norms and rotations */
   int32_t head_dim;  /* of queries, keys and values; even */

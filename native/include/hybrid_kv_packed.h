@@ -38,19 +38,6 @@ HKV_API int hkv_packed_linear(hkv_pool *pool, int32_t kind, int64_t num_outputs,
                               const void *weight, int64_t stride, const float *bias, int32_t dtype,
                               int64_t tokens, const void *inputs, int32_t exact, void *out);
 
-/* The same for tokens that go to different experts, each with a matrix of its own.
- *
- * weight: num_experts matrices of num_outputs rows, one behind the other. experts: [groups], whose
- * matrix a group of tokens is multiplied with. ends: [groups], behind which token a group ends; it
- * begins where the one before ends. inputs: [ends of the last, num_inputs]; out: [the same,
- * num_outputs].
- */
-HKV_API int hkv_packed_experts(hkv_pool *pool, int32_t kind, int64_t num_experts,
-                               int64_t num_outputs, int64_t num_inputs, const void *weight,
-                               int64_t stride, int32_t dtype, int64_t groups,
-                               const int64_t *experts, const int64_t *ends, const void *inputs,
-                               int32_t exact, void *out);
-
 #ifdef __cplusplus
 }
 #endif

@@ -5,19 +5,12 @@
 #include <type_traits>
 #include <vector>
 
+#include "activation.h"
 #include "error.h"
 #include "softmax.h"
 
 namespace hkv {
 namespace {
-
-/// A value as the element type holds it: models round their operations.
-template <typename Element>
-float as(float value) {
-  Element held;
-  round_to(value, held);
-  return to_float(held);
-}
 
 /// Goes on where a product was made, and passes on why it was not.
 void require_done(int status) {
@@ -40,9 +33,6 @@ struct Rotation {
   int64_t dim;
   const Element *cosines, *sines;
 };
-
-/// Twice sqrt(2 / pi), and .044715 of it: GELU's tanh is of their half.
-constexpr float kGelu = 1.5957691216057308f, kGeluCubed = kGelu * 0.044715f;
 
 template <typename Element>
 class Decoder {
@@ -79,7 +69,7 @@ class Decoder {
     norm(layer_.before_feed_forward, mine.sum.data(), tokens_, width, mine.normed.data());
     multiply(layer_.gate, mine.normed.data(), mine.gate.data());
     multiply(layer_.up, mine.normed.data(), mine.up.data());
-    gate(mine.up.data(), tokens_ * inner, mine.gate.data());
+    gate(layer_.activation, mine.up.data(), tokens_ * inner, mine.gate.data(), mine.floats);
     multiply(layer_.down, mine.gate.data(), out);
     add(layer_.after_feed_forward, mine.sum.data(), width, out);
   }
@@ -155,23 +145,6 @@ class Decoder {
       round_to(to_float(hidden[i]) + as<Element>(to_float(rows[i]) * scale), rows[i]);
   }
 
-  /// gate = activation(gate) * up
-  void gate(const Element *up, int64_t count, Element *gate) const {
-    std::vector<float> &wide = own().floats;
-    grow(wide, in_vectors(count));
-    std::fill(wide.begin() + count, wide.begin() + in_vectors(count), 0.0f);
-    convert(gate, count, wide.data());
-    for (int64_t i = 0; i < count; i += kLanes) {
-      // x / (1 + exp(-slope)), by exponentials of negative numbers alone: x (1 + tanh(slope / 2)) / 2.
-      const Floats x = load_floats(wide.data() + i), zero{};
-      const Floats slope = layer_.activation == HKV_SILU ? x : x * (kGelu + kGeluCubed * x * x);
-      const Floats small = exp_of_negative(slope < zero ? slope : -slope);
-      store_floats(wide.data() + i, x * (slope < zero ? small : zero + 1.0f) / (1.0f + small));
-    }
-    for (int64_t i = 0; i < count; ++i)
-      round_to(as<Element>(wide[static_cast<size_t>(i)]) * to_float(up[i]), gate[i]);
-  }
-
   hkv_pool *pool_;
   const hkv_decoder &layer_;
   int64_t tokens_;
@@ -202,8 +175,7 @@ void check(const hkv_decoder &layer, int64_t tokens) {
                                 &layer.up, &layer.down})
     require(one->kind != 0 || one->num_outputs == 0 || layer.dtype != HKV_F32,
             "plain matrices must have a dtype of 16 bits");
-  require(layer.activation == HKV_SILU || layer.activation == HKV_GELU_TANH,
-          "activation must be SiLU (0) or GELU by tanh (1)");
+  check_activation(layer.activation);
   require(layer.residual_scale != 0.0f, "residual_scale must not be 0");
   check_norm(layer.before_attention, true);
   check_norm(layer.before_feed_forward, feeds);

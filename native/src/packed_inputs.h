@@ -8,6 +8,7 @@
 #include <limits>
 #include <memory>
 #include <new>
+#include <utility>
 
 #include "convert.h"
 #include "pool.h"
@@ -25,8 +26,8 @@ class LineArray {
   explicit LineArray(size_t count)
       : items_(static_cast<Item *>(::operator new(count * sizeof(Item), std::align_val_t(64)))) {}
   ~LineArray() { ::operator delete(items_, std::align_val_t(64)); }
-  LineArray(const LineArray &) = delete;
-  LineArray &operator=(const LineArray &) = delete;
+  LineArray(LineArray &&other) noexcept : items_(std::exchange(other.items_, nullptr)) {}
+  LineArray &operator=(LineArray &&) = delete;
   Item *data() const { return items_; }
 
  private:

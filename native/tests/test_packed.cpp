@@ -1,10 +1,11 @@
 // Products of packed weights, against blocks that are decoded here once more, value by value.
 #include <algorithm>
 #include <cmath>
+#include <functional>
 #include <memory>
 
 #include "arrays.h"
-#include "hybrid_kv_packed.h"
+#include "hybrid_kv_experts.h"
 
 namespace {
 
@@ -160,6 +161,64 @@ void check_experts(const Kind &kind, bool exact, hkv_pool *pool) {
   CHECK(std::memcmp(out.data(), alone.data(), out.size() * sizeof(float)) == 0);
 }
 
+/// The sums of tokens' feed-forwards are those of their products, whatever they come with.
+void check_mixture(const Kind &up, const Kind &down, hkv_pool *pool) {
+  constexpr int64_t kExperts = 3, kHidden = 256, kInner = 512, kTokens = 5, kChosen = 2;
+  const Weight gates(up, kExperts * kInner, kHidden, 3, 5), ups(kKinds[4], kExperts * kInner, kHidden, 0, 6);
+  const Weight downs(down, kExperts * kHidden, kInner, 5, 7);
+  const std::vector<float> hidden = random_floats(kTokens * kHidden, 2);
+  const int64_t experts[] = {2, 0, 0, 1, 1, 2, 2, 0, 0, 2};
+  const float shares[] = {.5f, .25f, 1, -1, .125f, 2, .75f, .5f, 1, 1};
+  const auto matrix = [](const Kind &kind, const Weight &of, int64_t rows) {
+    return hkv_expert_matrix{kind.number, of.stride(), rows * of.stride(), of.data()};
+  };
+  const hkv_experts of{HKV_F32, HKV_SILU, 1, kExperts, kHidden, kInner, matrix(up, gates, kInner),
+                       matrix(kKinds[4], ups, kInner), matrix(down, downs, kHidden)};
+  std::vector<float> out(static_cast<size_t>(kTokens * kHidden), NAN), one(static_cast<size_t>(kHidden));
+  CHECK_OK(hkv_mixture(pool, &of, kTokens, kChosen, experts, shares, hidden.data(), out.data()));
+  for (int64_t token = 0; token < kTokens; ++token) {
+    const float *x = hidden.data() + token * kHidden;
+    CHECK_OK(hkv_mixture(nullptr, &of, 1, kChosen, experts + token * kChosen, shares + token * kChosen, x,
+                         one.data()));
+    CHECK(std::memcmp(one.data(), out.data() + token * kHidden, one.size() * sizeof(float)) == 0);
+    std::vector<float> sums(static_cast<size_t>(kHidden), 0.0f), part = sums;
+    for (int64_t k = token * kChosen; k < (token + 1) * kChosen; ++k) {
+      std::vector<float> inner[2];
+      for (int i = 0; i < 2; ++i) {
+        const hkv_expert_matrix &by = i == 0 ? of.gate : of.up;
+        inner[i].resize(static_cast<size_t>(kInner));
+        CHECK_OK(hkv_packed_linear(nullptr, by.kind, kInner, kHidden,
+                                   static_cast<const uint8_t *>(by.weight) + experts[k] * by.expert_stride,
+                                   by.stride, nullptr, HKV_F32, 1, x, 1, inner[i].data()));
+      }
+      for (size_t i = 0; i < inner[0].size(); ++i)
+        inner[0][i] = inner[0][i] / (1 + std::exp(-inner[0][i])) * inner[1][i];
+      CHECK_OK(hkv_packed_linear(nullptr, down.number, kHidden, kInner,
+                                 downs.data() + experts[k] * of.down.expert_stride, downs.stride(), nullptr,
+                                 HKV_F32, 1, inner[0].data(), 1, part.data()));
+      for (size_t i = 0; i < sums.size(); ++i) sums[i] += shares[k] * part[i];
+    }
+    double errors = 0, squares = 0;
+    for (size_t i = 0; i < sums.size(); ++i) {
+      errors += std::pow(static_cast<double>(sums[i] - one[i]), 2);
+      squares += std::pow(static_cast<double>(sums[i]), 2);
+    }
+    CHECK(std::sqrt(errors / squares) < 1e-4);
+  }
+}
+
+int mixture_refusal(const std::function<void(hkv_experts &)> &change, int64_t tokens = 1, int64_t chosen = 1,
+                    int64_t expert = 1, bool has_arrays = true) {
+  static const uint8_t weight[18 * 64] = {};
+  static const float hidden[32] = {};
+  static float out[32];
+  const hkv_expert_matrix matrix{HKV_Q4_0, 18, 18 * 32, weight};
+  hkv_experts of{HKV_F32, HKV_SILU, 0, 2, 32, 32, matrix, matrix, matrix};
+  change(of);
+  const float share = 1;
+  return hkv_mixture(nullptr, &of, tokens, chosen, &expert, &share, has_arrays ? hidden : nullptr, out);
+}
+
 int experts_refusal(int64_t num_experts, int64_t groups, int64_t expert, int64_t end, int64_t rows = 2,
                     bool has_groups = true, bool has_arrays = true) {
   static const uint8_t weight[18 * 4] = {};
@@ -245,4 +304,35 @@ CLAIM(experts_that_cannot_be_are_refused) {
   CHECK_REFUSED(experts_refusal(2, 2, 1, 1, 2, true, false), "NULL");
   CHECK_REFUSED(experts_refusal(kHuge, 1, 1, 1), "sizes");
   CHECK_REFUSED(experts_refusal(2, 1, 1, kHuge), "sizes");
+}
+
+CLAIM(a_mixture_is_the_sum_of_its_experts) {
+  const ScopedPool pool(3);
+  for (const Kind &kind : kKinds) {
+    check_mixture(kind, kKinds[0], nullptr);
+    check_mixture(kKinds[5], kind, pool.get());
+  }
+}
+
+CLAIM(mixtures_that_cannot_be_are_refused) {
+  constexpr int64_t kHuge = int64_t{1} << 61;
+  const auto same = [](hkv_experts &) {};
+  CHECK_OK(mixture_refusal(same));
+  CHECK_OK(mixture_refusal(same, 0));
+  CHECK_OK(mixture_refusal(same, 1, 0));
+  CHECK_REFUSED(mixture_refusal(same, 9), "0 to 8");
+  CHECK_REFUSED(mixture_refusal(same, 1, -1), "at least");
+  CHECK_REFUSED(mixture_refusal(same, 1, kHuge), "sizes");
+  CHECK_REFUSED(mixture_refusal(same, 1, 1, 2), "numbers of matrices");
+  CHECK_REFUSED(mixture_refusal(same, 1, 1, -1), "numbers of matrices");
+  CHECK_REFUSED(mixture_refusal(same, 1, 1, 1, false), "NULL");
+  CHECK_REFUSED(mixture_refusal([](hkv_experts &of) { of.dtype = 3; }), "dtype");
+  CHECK_REFUSED(mixture_refusal([](hkv_experts &of) { of.activation = 2; }), "activation");
+  CHECK_REFUSED(mixture_refusal([](hkv_experts &of) { of.hidden = 0; }), "at least 1");
+  CHECK_REFUSED(mixture_refusal([](hkv_experts &of) { of.inner = 33; }), "multiple");
+  CHECK_REFUSED(mixture_refusal([](hkv_experts &of) { of.num_experts = kHuge; }), "sizes");
+  CHECK_REFUSED(mixture_refusal([](hkv_experts &of) { of.gate.kind = 10; }), "kind must be Q4_0");
+  CHECK_REFUSED(mixture_refusal([](hkv_experts &of) { of.up.stride = 17; }), "stride");
+  CHECK_REFUSED(mixture_refusal([](hkv_experts &of) { of.down.expert_stride = 18 * 32 - 1; }), "expert_stride");
+  CHECK_REFUSED(mixture_refusal([](hkv_experts &of) { of.down.weight = nullptr; }), "NULL");
 }

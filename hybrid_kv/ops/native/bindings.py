@@ -18,7 +18,7 @@ from ctypes import (
     c_void_p,
 )
 
-ABI_VERSION = 26
+ABI_VERSION = 27
 OK = 0
 INVALID = 1
 NO_MEMORY = 2
@@ -27,6 +27,8 @@ NOT_FINITE = 4
 F32 = 0
 F16 = 1
 BF16 = 2
+SILU = 0
+GELU_TANH = 1
 LINEAR_TOKENS = 8
 Q4_0 = 2
 Q4_1 = 3
@@ -43,8 +45,6 @@ LEVELS = 256
 BLOCK_KEYS = 16
 SKETCH_DIMS = 256
 KEY_BLOCK = 64
-SILU = 0
-GELU_TANH = 1
 IDS_INT32 = 0
 IDS_INT64 = 1
 POINT_DIMS = 32
@@ -243,6 +243,33 @@ class DecoderStruct(Structure):
         ("gate", MatrixStruct),
         ("up", MatrixStruct),
         ("down", MatrixStruct),
+    )
+
+
+class ExpertMatrixStruct(Structure):
+    """`hkv_expert_matrix`."""
+
+    _fields_ = (
+        ("kind", c_int32),
+        ("stride", c_int64),
+        ("expert_stride", c_int64),
+        ("weight", c_void_p),
+    )
+
+
+class ExpertsStruct(Structure):
+    """`hkv_experts`."""
+
+    _fields_ = (
+        ("dtype", c_int32),
+        ("activation", c_int32),
+        ("exact", c_int32),
+        ("num_experts", c_int64),
+        ("hidden", c_int64),
+        ("inner", c_int64),
+        ("gate", ExpertMatrixStruct),
+        ("up", ExpertMatrixStruct),
+        ("down", ExpertMatrixStruct),
     )
 
 
@@ -512,6 +539,8 @@ FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "hkv_linear": (c_int, [c_void_p, c_int32, c_int64, c_int64, c_void_p, c_int64, c_void_p,
         c_int64, c_void_p, c_void_p]),
     "hkv_merge": (c_int, [c_void_p, c_int32, POINTER(PartStruct), c_int64, c_int32, c_int32,
+        c_void_p, c_void_p]),
+    "hkv_mixture": (c_int, [c_void_p, POINTER(ExpertsStruct), c_int64, c_int64, c_void_p, c_void_p,
         c_void_p, c_void_p]),
     "hkv_packed_experts": (c_int, [c_void_p, c_int32, c_int64, c_int64, c_int64, c_void_p, c_int64,
         c_int32, c_int64, c_void_p, c_void_p, c_void_p, c_int32, c_void_p]),

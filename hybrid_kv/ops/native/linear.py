@@ -291,7 +291,7 @@ def packed_linear(
         raise ShapeError(f"x must be [..., {weight.columns}], got {list(x.shape)}")
     if bias is not None and bias.shape != (weight.rows,):
         raise ShapeError(f"bias must be [{weight.rows}], got {list(bias.shape)}")
-    _check_inputs(x, bias)
+    check_inputs(x, bias)
     found = find_engine(engine)
     x = x.contiguous()
     wide_bias = None if bias is None else bias.float().contiguous()
@@ -307,65 +307,8 @@ def packed_linear(
     return out
 
 
-def packed_experts(
-    x: Tensor,
-    weight: PackedWeight,
-    num_experts: int,
-    experts: Tensor,
-    ends: Tensor,
-    *,
-    exact: bool = False,
-    pool: Pool | None = None,
-    engine: ctypes.CDLL | None = None,
-) -> Tensor:
-    """Products of groups of tokens, each with the matrix of its expert: x[group] weight[expert]^T.
-
-    Args:
-        x: [S, K], the tokens of one group behind those of another. dtypes, exact, pool: as of
-            `packed_linear`.
-        weight: matrices of all experts, one behind the other, [num_experts * N, K].
-        experts: [groups] of int64, each group's.
-        ends: [groups] of int64, behind which token each group ends, ascending to S.
-
-    Returns:
-        [S, N] in the dtype of x.
-
-    Raises:
-        ShapeError: they do not fit together.
-        ConfigError: another dtype or device, or numbers of experts that there are not.
-        BackendUnavailable: there is no engine.
-    """
-    if x.dim() != 2 or x.shape[1] != weight.columns or weight.rows % max(1, num_experts):
-        raise ShapeError(
-            f"x must be [S, {weight.columns}] and rows a multiple of {num_experts} experts, got "
-            f"{list(x.shape)} and {weight.rows}"
-        )
-    numbers = (experts, ends)
-    if experts.shape != ends.shape or any(
-        one.dim() != 1 or one.dtype != torch.int64 or not one.is_cpu for one in numbers
-    ):
-        raise ShapeError(
-            f"experts and ends must be [groups] of int64 on the host, got {experts.dtype} "
-            f"{list(experts.shape)} and {ends.dtype} {list(ends.shape)}"
-        )
-    if (int(ends[-1]) if len(ends) else 0) != len(x):
-        raise ShapeError(f"the last of ends must be the {len(x)} tokens of x, got {ends.tolist()}")
-    _check_inputs(x, None)
-    found = find_engine(engine)
-    x, experts, ends = x.contiguous(), experts.contiguous(), ends.contiguous()
-    rows = weight.rows // max(1, num_experts)
-    out = x.new_empty((len(x), rows))
-    number, _, num_inputs, stride = weight.sizes
-    status = found.hkv_packed_experts(
-        *(pool_handle(pool), number, num_experts, rows, num_inputs),
-        *(weight.blocks.data_ptr(), stride, DTYPES[x.dtype], len(ends)),
-        *(experts.data_ptr(), ends.data_ptr(), x.data_ptr(), exact, out.data_ptr()),
-    )
-    library.check(found, status)
-    return out
-
-
-def _check_inputs(x: Tensor, bias: Tensor | None) -> None:
+def check_inputs(x: Tensor, bias: Tensor | None = None) -> None:
+    """Raises ConfigError unless a product of packed weights takes these."""
     if x.dtype not in DTYPES or not x.is_cpu or (bias is not None and not bias.is_cpu):
         raise ConfigError(
             "x must be float32, float16 or bfloat16 on the host, and so must be a bias, got "

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import mmap
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ from hybrid_kv.ops.native.linear import (
     PACKED_KINDS,
     PackedWeight,
     multiplies_packed,
-    packed_experts,
     packed_linear,
 )
 from tests.ops.native.engines import needs_engine
@@ -169,59 +167,6 @@ def test_what_does_not_fit_is_refused(engine: ctypes.CDLL) -> None:
         PackedWeight("Q4_0", weight.blocks, 96)
     with pytest.raises(ConfigError, match=r"blocks must be uint8 on the host, got torch\.int8"):
         PackedWeight("Q4_0", weight.blocks.view(torch.int8), 64)
-
-
-@EACH_KIND
-@pytest.mark.parametrize("threads", [1, 3])
-def test_tokens_are_multiplied_with_the_matrix_of_their_expert(
-    engine: ctypes.CDLL, kind: str, threads: int
-) -> None:
-    """Few tokens by rows, many in panels, one group next to the other."""
-    weight, rows = random_weight(kind, 5 * 77, 512, gap=3), 77
-    experts, ends = torch.tensor([4, 0, 3]), torch.tensor([1, 14, 17])
-    for dtype, exact in ((torch.float32, True), (torch.bfloat16, False)):
-        x = torch.randn(512, 17, dtype=dtype).T
-        pool = Pool(threads) if threads > 1 else None
-        found = packed_experts(
-            *(x, weight, 5, experts, ends), exact=exact, pool=pool, engine=engine
-        )
-        parts, begin = [], 0
-        for expert, end in zip(experts.tolist(), ends.tolist(), strict=True):
-            own = weight.blocks[expert * rows : (expert + 1) * rows]
-            matrix = PackedWeight(kind, own, 512)
-            parts.append(packed_linear(x[begin:end], matrix, exact=exact, engine=engine))
-            begin = end
-        assert torch.equal(found, torch.cat(parts))
-    none = torch.empty(0, dtype=torch.int64)
-    assert packed_experts(x[:0], weight, 5, none, none, engine=engine).shape == (0, rows)
-
-
-def test_experts_that_do_not_fit_are_refused(engine: ctypes.CDLL) -> None:
-    weight, x = random_weight("Q4_0", 6, 64), torch.ones(3, 64)
-
-    def call(x: Tensor, experts: list[int], ends: list[int], count: int = 2, **of: Any) -> None:
-        told = torch.tensor(experts, **of), torch.tensor(ends, dtype=torch.int64)
-        packed_experts(x, weight, count, *told, engine=engine)
-
-    call(x, [1, 0], [1, 3])
-    with pytest.raises(ShapeError, match=r"x must be \[S, 64\].*got \[3, 63\]"):
-        call(x[:, 1:], [1], [3])
-    with pytest.raises(ShapeError, match=r"rows a multiple of 4 experts, got \[3, 64\] and 6"):
-        call(x, [1], [3], count=4)
-    with pytest.raises(ShapeError, match=r"experts and ends must be \[groups\] of int64"):
-        call(x, [1], [3], dtype=torch.int32)
-    with pytest.raises(ShapeError, match=r"experts and ends must be \[groups\].*int64 \[2\] and"):
-        call(x, [1, 0], [3])
-    with pytest.raises(ShapeError, match=r"the last of ends must be the 3 tokens of x, got \[2\]"):
-        call(x, [1], [2])
-    with pytest.raises(ConfigError, match="experts must be numbers of matrices"):
-        call(x, [2], [3])
-    with pytest.raises(ConfigError, match="experts must be numbers of matrices"):
-        call(x, [-1], [3])
-    with pytest.raises(ConfigError, match="ends must ascend from 1 on"):
-        call(x, [1, 0], [3, 3])
-    with pytest.raises(ConfigError, match=r"x must be float32.*got torch\.float64 on cpu"):
-        call(x.double(), [1], [3])
 
 
 @pytest.mark.parametrize("tokens", [1, 9])

@@ -1,0 +1,146 @@
+"""Experts of a mixture, whose weights stay packed in GGUF blocks.
+
+See `native/include/hybrid_kv_experts.h`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import byref
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hybrid_kv.errors import ShapeError
+from hybrid_kv.ops.native import library
+from hybrid_kv.ops.native.bindings import ExpertMatrixStruct, ExpertsStruct
+from hybrid_kv.ops.native.library import Pool, find_engine
+from hybrid_kv.ops.native.linear import PackedWeight, check_inputs
+from hybrid_kv.ops.native.rows import DTYPES, pool_handle
+
+
+def packed_experts(
+    x: Tensor,
+    weight: PackedWeight,
+    num_experts: int,
+    experts: Tensor,
+    ends: Tensor,
+    *,
+    exact: bool = False,
+    pool: Pool | None = None,
+    engine: ctypes.CDLL | None = None,
+) -> Tensor:
+    """Products of groups of tokens, each with the matrix of its expert: x[group] weight[expert]^T.
+
+    Args:
+        x: [S, K], the tokens of one group behind those of another. dtypes, exact, pool: as of
+            `packed_linear`.
+        weight: matrices of all experts, one behind the other, [num_experts * N, K].
+        experts: [groups] of int64, each group's.
+        ends: [groups] of int64, behind which token each group ends, ascending to S.
+
+    Returns:
+        [S, N] in the dtype of x.
+
+    Raises:
+        ShapeError: they do not fit together.
+        ConfigError: another dtype or device, or numbers of experts that there are not.
+        BackendUnavailable: there is no engine.
+    """
+    if x.dim() != 2 or x.shape[1] != weight.columns or weight.rows % max(1, num_experts):
+        raise ShapeError(
+            f"x must be [S, {weight.columns}] and rows a multiple of {num_experts} experts, got "
+            f"{list(x.shape)} and {weight.rows}"
+        )
+    numbers = (experts, ends)
+    if experts.shape != ends.shape or any(
+        one.dim() != 1 or one.dtype != torch.int64 or not one.is_cpu for one in numbers
+    ):
+        raise ShapeError(
+            f"experts and ends must be [groups] of int64 on the host, got {experts.dtype} "
+            f"{list(experts.shape)} and {ends.dtype} {list(ends.shape)}"
+        )
+    if (int(ends[-1]) if len(ends) else 0) != len(x):
+        raise ShapeError(f"the last of ends must be the {len(x)} tokens of x, got {ends.tolist()}")
+    check_inputs(x)
+    found = find_engine(engine)
+    x, experts, ends = x.contiguous(), experts.contiguous(), ends.contiguous()
+    rows = weight.rows // max(1, num_experts)
+    out = x.new_empty((len(x), rows))
+    number, _, num_inputs, stride = weight.sizes
+    status = found.hkv_packed_experts(
+        *(pool_handle(pool), number, num_experts, rows, num_inputs),
+        *(weight.blocks.data_ptr(), stride, DTYPES[x.dtype], len(ends)),
+        *(experts.data_ptr(), ends.data_ptr(), x.data_ptr(), exact, out.data_ptr()),
+    )
+    library.check(found, status)
+    return out
+
+
+class ExpertWeights(NamedTuple):
+    """Matrices of gated feed-forwards, one of each for each expert.
+
+    gate_up: the rows of an expert's gate before those of what it gates, [E * 2 I, H]; or one matrix
+    for each of both, [E * I, H]. down: [E * H, I]. activation: SILU or GELU_TANH of `bindings`.
+    exact: as of `packed_linear`.
+    """
+
+    num_experts: int
+    gate_up: tuple[PackedWeight, ...]
+    down: PackedWeight
+    activation: int
+    exact: bool
+
+
+class BoundMixture:
+    """The sums of tokens' feed-forwards, in one call for a few of them. It does not hold the
+    weights, which must stay where they are.
+    """
+
+    def __init__(self, weights: ExpertWeights, *, engine: ctypes.CDLL | None = None) -> None:
+        self._engine = find_engine(engine)
+        count, first, last = weights.num_experts, weights.gate_up[0], weights.gate_up[-1]
+        inner, self._hidden = weights.down.columns, first.columns
+        gate, up, down = (_matrix(one, count) for one in (first, last, weights.down))
+        if first is last:
+            up.weight += inner * up.stride
+        told = weights.activation, weights.exact, count, self._hidden, inner, gate, up, down
+        # By dtype, of which the model's may change.
+        self._structs = {one: ExpertsStruct(number, *told) for one, number in DTYPES.items()}
+
+    def sums(self, x: Tensor, experts: Tensor, shares: Tensor, pool: Pool | None) -> Tensor:
+        """The sum over each token's experts, [T, H] in the dtype of x.
+
+        Args:
+            x: [T, H] in float32, bfloat16 or float16, at most `MAX_TOKENS`.
+            experts: [T, k] of an integer dtype, each token's. shares: [T, k] of any floating dtype.
+
+        Raises:
+            ShapeError: they do not fit together.
+            ConfigError: another dtype or device, or numbers of experts that there are not.
+        """
+        if x.shape != (len(experts), self._hidden) or experts.shape != shares.shape:
+            raise ShapeError(
+                f"x must be [T, {self._hidden}], experts and shares [T, k], got {list(x.shape)}, "
+                f"{list(experts.shape)} and {list(shares.shape)}"
+            )
+        check_inputs(x, shares)
+        x, experts, shares = (
+            x.contiguous(),
+            experts.long().contiguous(),
+            shares.float().contiguous(),
+        )
+        out = torch.empty_like(x)
+        status = self._engine.hkv_mixture(
+            *(pool_handle(pool), byref(self._structs[x.dtype]), *experts.shape),
+            *(experts.data_ptr(), shares.data_ptr(), x.data_ptr(), out.data_ptr()),
+        )
+        library.check(self._engine, status)
+        return out
+
+
+def _matrix(weight: PackedWeight, num_experts: int) -> ExpertMatrixStruct:
+    number, rows, _, stride = (size.value for size in weight.sizes)
+    address = weight.blocks.data_ptr()
+    return ExpertMatrixStruct(number, stride, rows // max(1, num_experts) * stride, address)

@@ -1,0 +1,165 @@
+"""Products and sums of experts with packed weights, on every instruction set."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from hybrid_kv.errors import ConfigError, ShapeError
+from hybrid_kv.ops.native.bindings import GELU_TANH, SILU
+from hybrid_kv.ops.native.experts import BoundMixture, ExpertWeights, packed_experts
+from hybrid_kv.ops.native.library import Pool
+from hybrid_kv.ops.native.linear import PACKED_KINDS, PackedWeight, packed_linear
+from tests.ops.native.packed_data import dequantised, random_weight
+
+EACH_KIND = pytest.mark.parametrize("kind", PACKED_KINDS)
+EXPERTS, HIDDEN, INNER = 5, 256, 512
+
+
+@EACH_KIND
+@pytest.mark.parametrize("threads", [1, 3])
+def test_tokens_are_multiplied_with_the_matrix_of_their_expert(
+    engine: ctypes.CDLL, kind: str, threads: int
+) -> None:
+    """Few tokens by rows, many in panels, one group next to the other."""
+    weight, rows = random_weight(kind, 5 * 77, 512, gap=3), 77
+    experts, ends = torch.tensor([4, 0, 3]), torch.tensor([1, 14, 17])
+    for dtype, exact in ((torch.float32, True), (torch.bfloat16, False)):
+        x = torch.randn(512, 17, dtype=dtype).T
+        pool = Pool(threads) if threads > 1 else None
+        found = packed_experts(
+            *(x, weight, 5, experts, ends), exact=exact, pool=pool, engine=engine
+        )
+        parts, begin = [], 0
+        for expert, end in zip(experts.tolist(), ends.tolist(), strict=True):
+            own = weight.blocks[expert * rows : (expert + 1) * rows]
+            matrix = PackedWeight(kind, own, 512)
+            parts.append(packed_linear(x[begin:end], matrix, exact=exact, engine=engine))
+            begin = end
+        assert torch.equal(found, torch.cat(parts))
+    none = torch.empty(0, dtype=torch.int64)
+    assert packed_experts(x[:0], weight, 5, none, none, engine=engine).shape == (0, rows)
+
+
+def test_experts_that_do_not_fit_are_refused(engine: ctypes.CDLL) -> None:
+    weight, x = random_weight("Q4_0", 6, 64), torch.ones(3, 64)
+
+    def call(x: Tensor, experts: list[int], ends: list[int], count: int = 2, **of: Any) -> None:
+        told = torch.tensor(experts, **of), torch.tensor(ends, dtype=torch.int64)
+        packed_experts(x, weight, count, *told, engine=engine)
+
+    call(x, [1, 0], [1, 3])
+    with pytest.raises(ShapeError, match=r"x must be \[S, 64\].*got \[3, 63\]"):
+        call(x[:, 1:], [1], [3])
+    with pytest.raises(ShapeError, match=r"rows a multiple of 4 experts, got \[3, 64\] and 6"):
+        call(x, [1], [3], count=4)
+    with pytest.raises(ShapeError, match=r"experts and ends must be \[groups\] of int64"):
+        call(x, [1], [3], dtype=torch.int32)
+    with pytest.raises(ShapeError, match=r"experts and ends must be \[groups\].*int64 \[2\] and"):
+        call(x, [1, 0], [3])
+    with pytest.raises(ShapeError, match=r"the last of ends must be the 3 tokens of x, got \[2\]"):
+        call(x, [1], [2])
+    with pytest.raises(ConfigError, match="experts must be numbers of matrices"):
+        call(x, [2], [3])
+    with pytest.raises(ConfigError, match="experts must be numbers of matrices"):
+        call(x, [-1], [3])
+    with pytest.raises(ConfigError, match="ends must ascend from 1 on"):
+        call(x, [1, 0], [3, 3])
+    with pytest.raises(ConfigError, match=r"x must be float32.*got torch\.float64 on cpu"):
+        call(x.double(), [1], [3])
+
+
+def mixture(kinds: str, activation: int = SILU, *, exact: bool = True) -> ExpertWeights:
+    """Of kinds of the gate, of what it gates and of the last matrix; of two, one for both."""
+    *first, last = kinds.split()
+    rows = EXPERTS * INNER * (3 - len(first))
+    up = [random_weight(kind, rows + at, HIDDEN, gap=at) for at, kind in enumerate(first)]
+    up = [PackedWeight(one.kind, one.blocks[:rows], HIDDEN) for one in up]
+    down = random_weight(last, EXPERTS * HIDDEN, INNER, gap=3)
+    return ExpertWeights(EXPERTS, tuple(up), down, activation, exact)
+
+
+def wanted_sums(of: ExpertWeights, x: Tensor, experts: Tensor, shares: Tensor) -> Tensor:
+    """In float64."""
+    up = torch.cat([dequantised(one).unflatten(0, (EXPERTS, -1)) for one in of.gate_up], dim=1)
+    down = dequantised(of.down).unflatten(0, (EXPERTS, -1))
+    act = functional.silu if of.activation == SILU else gelu
+    out = torch.zeros(len(x), HIDDEN, dtype=torch.float64)
+    for token, (chosen, parts) in enumerate(zip(experts.tolist(), shares.tolist(), strict=True)):
+        for expert, share in zip(chosen, parts, strict=True):
+            gate, gated = (up[expert] @ x[token].double()).chunk(2)
+            out[token] += share * (down[expert] @ (act(gate) * gated))
+    return out
+
+
+def gelu(x: Tensor) -> Tensor:
+    return functional.gelu(x, approximate="tanh")
+
+
+def some_tokens(tokens: int, chosen: int = 3) -> tuple[Tensor, Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(tokens)
+    experts = torch.rand(tokens, EXPERTS, generator=draw).topk(chosen).indices
+    x = torch.randn(tokens, HIDDEN, generator=draw)
+    return x, experts, torch.randn(tokens, chosen, generator=draw)
+
+
+@pytest.mark.parametrize("kinds", ["Q4_K Q4_K Q6_K", "Q8_0 Q4_1 Q5_0", "Q4_1 Q8_0", "MXFP4 IQ4_NL"])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_each_token_gets_the_sum_of_its_experts(
+    engine: ctypes.CDLL, kinds: str, threads: int
+) -> None:
+    pool = Pool(threads) if threads > 1 else None
+    for activation in (SILU, GELU_TANH):
+        of = mixture(kinds, activation)
+        bound = BoundMixture(of, engine=engine)
+        for tokens in range(9):
+            inputs = some_tokens(tokens)
+            found = bound.sums(*inputs, pool)
+            assert found.shape == (tokens, HIDDEN)
+            wanted = wanted_sums(of, *inputs)
+            assert (found.double() - wanted).norm() <= 2e-4 * wanted.norm()
+
+
+def test_a_token_gets_the_same_with_others_and_in_any_layout(engine: ctypes.CDLL) -> None:
+    bound = BoundMixture(mixture("Q4_K Q6_K", exact=False), engine=engine)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        x, experts, shares = some_tokens(8)
+        x = (x / 64).to(dtype)
+        found = bound.sums(x, experts, shares, None)
+        assert found.dtype == dtype
+        each = zip(x.split(1), experts.split(1), shares.split(1), strict=True)
+        alone = [bound.sums(*one, None) for one in each]
+        assert torch.equal(found, torch.cat(alone))
+        others = bound.sums(x.T.contiguous().T, experts.int(), shares.T.contiguous().T, None)
+        assert torch.equal(found, others)
+        order = torch.tensor([2, 0, 1])
+        assert torch.equal(found, bound.sums(x, experts[:, order], shares[:, order], None))
+        assert not bound.sums(x, experts[:, :0], shares[:, :0], None).any()
+
+
+def test_mixtures_that_do_not_fit_are_refused(engine: ctypes.CDLL) -> None:
+    bound, (x, experts, shares) = BoundMixture(mixture("Q4_K Q6_K"), engine=engine), some_tokens(2)
+    with pytest.raises(ShapeError, match=r"x must be \[T, 256\].*got \[2, 255\], \[2, 3\]"):
+        bound.sums(x[:, 1:], experts, shares, None)
+    with pytest.raises(ShapeError, match=r"got \[1, 256\], \[2, 3\] and \[2, 3\]"):
+        bound.sums(x[:1], experts, shares, None)
+    with pytest.raises(ShapeError, match=r"got \[2, 256\], \[2, 3\] and \[2, 2\]"):
+        bound.sums(x, experts, shares[:, 1:], None)
+    with pytest.raises(ConfigError, match=r"x must be float32.*got torch\.float64 on cpu"):
+        bound.sums(x.double(), experts, shares, None)
+    for expert in (-1, EXPERTS):
+        with pytest.raises(ConfigError, match="experts must be numbers of matrices"):
+            bound.sums(x, torch.full_like(experts, expert), shares, None)
+    with pytest.raises(ConfigError, match="tokens must be 0 to 8"):
+        bound.sums(*some_tokens(9), None)
+
+
+def test_what_is_not_a_number_stays_with_its_token(engine: ctypes.CDLL) -> None:
+    bound, (x, experts, shares) = BoundMixture(mixture("Q4_K Q6_K"), engine=engine), some_tokens(3)
+    x[1, 7] = torch.nan
+    assert bound.sums(x, experts, shares, None).isnan().any(1).tolist() == [False, True, False]
