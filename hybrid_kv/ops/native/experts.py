@@ -94,12 +94,11 @@ class ExpertWeights(NamedTuple):
 
 
 class BoundMixture:
-    """The sums of tokens' feed-forwards, in one call for a few of them. It does not hold the
-    weights, which must stay where they are.
-    """
+    """The sums of tokens' feed-forwards, in one call for a few of them."""
 
     def __init__(self, weights: ExpertWeights, *, engine: ctypes.CDLL | None = None) -> None:
         self._engine = find_engine(engine)
+        self._weights = weights  # whose memory is read
         count, first, last = weights.num_experts, weights.gate_up[0], weights.gate_up[-1]
         inner, self._hidden = weights.down.columns, first.columns
         gate, up, down = (_matrix(one, count) for one in (first, last, weights.down))
