@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -64,7 +64,7 @@ class WeightKind:
 
     linear: of linear layers and of experts. head: of the output projection, and of an embedding
     table that is one with it. table: of any other embedding table. better: of the share
-    `better_share` of value and down projections. experts_only: linear layers are left plain.
+    `better_share` of value and down projections. experts_only, linear_only: what is packed of both.
     """
 
     linear: str
@@ -73,6 +73,7 @@ class WeightKind:
     better: str | None = None
     better_share: float = 0.0
     experts_only: bool = False
+    linear_only: bool = False
 
 
 WEIGHT_KINDS: Mapping[str, WeightKind] = MappingProxyType(
@@ -95,6 +96,7 @@ embedding table and output projection stay in 16 bit. nf4 is that of bitsandbyte
 gpt-oss's own: experts alone. The others are files of llama.cpp, whose head has 6 bits; norms and
 biases always stay plain."""
 _BETTER = ("v_proj", "down_proj")
+_OF_LIBRARIES = ("int8", "int4", "nf4")
 
 BLOCKS: Mapping[str, str] = MappingProxyType({"int8": "Q8_0", "int4": "Q4_1"})
 """Layouts of int8 and int4 on a CPU, where the engine multiplies blocks. Of the layouts of 4 bits
@@ -125,7 +127,8 @@ def weight_kind(name: str, device: str | None = None) -> WeightKind:
             f"weights='{name}' is of GGUF files, which are multiplied on the CPU, got device "
             f"'{device}'; plan for the CPU, or with weights='int4' or 'int8'"
         )
-    return kind
+    # The libraries of a GPU leave experts plain, whose matrices are no linear layers.
+    return replace(kind, linear_only=True) if name in _OF_LIBRARIES and device else kind
 
 
 def kind_of_checkpoint(config: PreTrainedConfig, device: str | None = None) -> WeightKind | None:
@@ -205,7 +208,7 @@ def _layouts(
         return [(kind.head, 1.0)]
     if isinstance(owner, nn.Embedding):
         return [(kind.table, 1.0)]
-    is_expert = _experts(target) and weight.ndim == 3
+    is_expert = _experts(target) and weight.ndim == 3 and not kind.linear_only
     is_linear = isinstance(owner, nn.Linear) and weight.ndim == 2 and not kind.experts_only
     if not is_expert and not is_linear:
         return [(None, 1.0)]

@@ -14,7 +14,7 @@ namespace {
 
 /// A token at one of its experts.
 struct Visit {
-  int64_t expert, token;
+  int64_t expert, token, place;  // the last among all
   float share;
 };
 
@@ -73,10 +73,11 @@ class Mixture {
     visits.clear();
     for (int64_t at = 0; at < tokens_ * chosen; ++at) {
       require(experts[at] >= 0 && experts[at] < of_.num_experts, "experts must be numbers of matrices");
-      visits.push_back({experts[at], at / chosen, shares[at]});
+      visits.push_back({experts[at], at / chosen, at, shares[at]});
     }
-    std::stable_sort(visits.begin(), visits.end(),
-                     [](const Visit &a, const Visit &b) { return a.expert < b.expert; });
+    std::sort(visits.begin(), visits.end(), [](const Visit &a, const Visit &b) {
+      return a.expert != b.expert ? a.expert < b.expert : a.place < b.place;
+    });
   }
 
   /// Products of the visits with matrices of one kind, [matrices, visits, outputs of a matrix].

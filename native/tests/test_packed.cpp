@@ -329,7 +329,7 @@ CLAIM(mixtures_that_cannot_be_are_refused) {
   CHECK_REFUSED(mixture_refusal([](hkv_experts &of) { of.dtype = 3; }), "dtype");
   CHECK_REFUSED(mixture_refusal([](hkv_experts &of) { of.activation = 2; }), "activation");
   CHECK_REFUSED(mixture_refusal([](hkv_experts &of) { of.hidden = 0; }), "at least 1");
-  CHECK_REFUSED(mixture_refusal([](hkv_experts &of) { of.inner = 33; }), "multiple");
+  CHECK_REFUSED(mixture_refusal([](hkv_experts &of) { of.hidden = 33; }), "multiple");
   CHECK_REFUSED(mixture_refusal([](hkv_experts &of) { of.num_experts = kHuge; }), "sizes");
   CHECK_REFUSED(mixture_refusal([](hkv_experts &of) { of.gate.kind = 10; }), "kind must be Q4_0");
   CHECK_REFUSED(mixture_refusal([](hkv_experts &of) { of.up.stride = 17; }), "stride");

@@ -121,6 +121,15 @@ def test_gpt_oss_takes_what_its_checkpoint_takes_and_reads_four_experts() -> Non
     assert active == pytest.approx(3.6, rel=0.02)
 
 
+@pytest.mark.parametrize("kind", ["int4", "int8", "nf4"])
+def test_on_a_card_the_experts_stay_plain(kind: str) -> None:
+    """Whose matrices the libraries of a GPU do not pack."""
+    on_card = model_facts("random:qwen3-30b-a3b", weights=kind, device="cuda")
+    experts = 48 * 128 * 3 * 2048 * 768
+    assert on_card.weights["bfloat16"] > 2 * experts
+    assert model_facts("random:qwen3-30b-a3b", weights=kind).weights["bfloat16"] < experts
+
+
 def test_tied_embeddings_are_read_by_the_output() -> None:
     facts = model_facts("random:llama-3.2-1b")
     assert facts.read_bytes == facts.weight_bytes
