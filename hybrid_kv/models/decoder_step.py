@@ -26,8 +26,9 @@ from hybrid_kv.models.few_tokens import is_small
 from hybrid_kv.models.hf_attention import hybrid_attention
 from hybrid_kv.models.hf_cache import ServedCache
 from hybrid_kv.models.last_rows import is_heard
+from hybrid_kv.models.packed_experts import activation_of
 from hybrid_kv.models.packed_linear import PackedLinear
-from hybrid_kv.models.support import activation_of, has_own_forward
+from hybrid_kv.models.support import has_own_forward
 from hybrid_kv.ops.native.decoder import BoundDecoder, DecoderWeights, Matrix, Norm
 from hybrid_kv.ops.native.library import Pool, engine_state, pool_here
 from hybrid_kv.ops.native.linear import MAX_TOKENS, PLAIN, multiplies

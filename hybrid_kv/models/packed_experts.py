@@ -8,15 +8,17 @@ the engine multiplies all of them, each with the matrix of its expert.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers.activations import GELUTanh, SiLUActivation
 from transformers.integrations.moe import _default_apply_gate
 
 from hybrid_kv.errors import ShapeError
 from hybrid_kv.models.packed_linear import PackedModule, is_wide_faster, wide_product
-from hybrid_kv.models.support import activation_of
+from hybrid_kv.ops.native.bindings import GELU_TANH, SILU
 from hybrid_kv.ops.native.experts import BoundMixture, ExpertWeights, packed_experts
 from hybrid_kv.ops.native.library import pool_here
 from hybrid_kv.ops.native.linear import MAX_TOKENS, PackedWeight
@@ -80,6 +82,17 @@ def rows_of(experts: nn.Module, name: str) -> Tensor:
     """A weight of plain experts with a row for each output, [E, N, K]."""
     weight = experts.get_parameter(name).detach()
     return weight.mT if experts.__dict__.get("is_transposed", False) else weight
+
+
+def activation_of(module: object) -> int | None:
+    """Activation of a feed-forward as the engine counts them; None where it has no such."""
+    if type(module) in (nn.SiLU, SiLUActivation):
+        return SILU
+    if type(module) is not GELUTanh:
+        return None
+    act: Any = module.act
+    is_own = isinstance(act, partial) and act.func is nn.functional.gelu and not act.args
+    return GELU_TANH if is_own and act.keywords == {"approximate": "tanh"} else None
 
 
 def _bias(name: str) -> str:
@@ -180,7 +193,7 @@ class PackedExperts(PackedModule):
         return torch.Size((self.num_experts, rows, self.columns[name]))
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a copy or a pickle takes: not addresses."""
+        """Attributes for a copy or a pickle, without addresses."""
         return {name: one for name, one in self.__dict__.items() if name != "_bound"}
 
     def _mixture(self) -> BoundMixture | None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import partial
 from inspect import signature
 from typing import Any, TypeGuard
 from warnings import warn
@@ -20,7 +19,6 @@ from warnings import warn
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
-from transformers.activations import GELUTanh, SiLUActivation
 from transformers.cache_utils import get_layer_types_and_kwargs
 
 from hybrid_kv.errors import (
@@ -34,7 +32,6 @@ from hybrid_kv.models.cache_layers import keeps_keys, tiered_layers
 from hybrid_kv.models.cache_state import CACHE_ARGUMENT
 from hybrid_kv.ops import device_of, get_ops
 from hybrid_kv.ops.devices import backends_on, too_old, triton_state
-from hybrid_kv.ops.native.bindings import GELU_TANH, SILU
 from hybrid_kv.ops.operations import FUSED
 from hybrid_kv.rotary import Rotary
 from hybrid_kv.types import LayerShape, ModelInfo
@@ -316,17 +313,6 @@ _PACKS_ANEW = "support_avx512bf16_for_cpu"  # of bitsandbytes' Linear4bit
 def has_own_forward(kind: type[nn.Module]) -> bool:
     """Whether nobody has put another forward into a class."""
     return kind.forward.__module__ == kind.__module__
-
-
-def activation_of(module: object) -> int | None:
-    """Activation of a feed-forward as the engine counts them; None where it has no such."""
-    if type(module) in (nn.SiLU, SiLUActivation):
-        return SILU
-    if type(module) is not GELUTanh:
-        return None
-    act: Any = module.act
-    is_own = isinstance(act, partial) and act.func is nn.functional.gelu and not act.args
-    return GELU_TANH if is_own and act.keywords == {"approximate": "tanh"} else None
 
 
 def is_plain_linear(module: object) -> TypeGuard[nn.Linear]:
