@@ -18,8 +18,8 @@ from transformers.integrations.moe import _default_apply_gate
 
 from hybrid_kv.errors import ShapeError
 from hybrid_kv.models.packed_linear import PackedModule, is_wide_faster, wide_product
-from hybrid_kv.ops.native.bindings import GELU_TANH, SILU
-from hybrid_kv.ops.native.experts import BoundMixture, ExpertWeights, packed_experts
+from hybrid_kv.ops.native.bindings import CLAMPED_SILU, GELU_TANH, SILU
+from hybrid_kv.ops.native.experts import BoundMixture, ExpertMatrix, ExpertWeights, packed_experts
 from hybrid_kv.ops.native.library import pool_here
 from hybrid_kv.ops.native.linear import MAX_TOKENS, PackedWeight
 
@@ -69,9 +69,17 @@ def can_be_packed(module: nn.Module) -> bool:
 def gate_rows(experts: nn.Module) -> tuple[range, range]:
     """Rows of the first matrix that are the gate's, and those that it gates."""
     count = rows_of(experts, GATE_UP).shape[1]
+    return _halves(count, experts)
+
+
+def _halves(count: int, experts: nn.Module) -> tuple[range, range]:
     if _is_interleaved(experts):
         return range(0, count, 2), range(1, count, 2)
     return range(count // 2), range(count // 2, count)
+
+
+def _sliced(rows: range) -> slice:
+    return slice(rows.start, rows.stop, rows.step)
 
 
 def _is_interleaved(experts: nn.Module) -> bool:
@@ -102,6 +110,28 @@ def _bias(name: str) -> str:
 def order_name(name: str) -> str:
     """Name of the buffer with the order of a weight's columns, as `PackedStack.columns_in`."""
     return f"{name}_columns_in"
+
+
+class _Gate(NamedTuple):
+    """What the engine computes between its products. Fields: as of `ExpertWeights`."""
+
+    activation: int
+    alpha: float = 0.0
+    limit: float = 0.0
+
+
+_OF_GPT_OSS = "transformers.models.gpt_oss.modeling_gpt_oss", "GptOssExperts._apply_gate"
+
+
+def _gate_of(plain: Any) -> _Gate | None:
+    """The gate of plain experts; None for one that the engine does not have."""
+    own = getattr(type(plain), "_apply_gate", None)
+    if plain.has_gate and own is _default_apply_gate and not _is_interleaved(plain):
+        activation = activation_of(getattr(plain, "act_fn", None))
+        return None if activation is None else _Gate(activation)
+    if own is not None and (own.__module__, own.__qualname__) == _OF_GPT_OSS:
+        return _Gate(CLAMPED_SILU, plain.alpha, plain.limit)
+    return None
 
 
 class _Routed(NamedTuple):
@@ -169,7 +199,7 @@ class PackedExperts(PackedModule):
                 f"token, got {list(top_k_weights.shape)}"
             )
         mixture = self._mixture() if len(hidden_states) <= MAX_TOKENS else None
-        if mixture is not None:
+        if mixture is not None and mixture.takes(hidden_states.dtype):
             return mixture.sums(hidden_states, top_k_index, top_k_weights, pool_here())
         out = torch.empty_like(hidden_states)
         size = max(1, _MOST_ROWS // max(1, top_k_index.shape[-1]))
@@ -200,22 +230,28 @@ class PackedExperts(PackedModule):
         """The engine's one call for a few tokens; None where it does not know what is between its
         products.
         """
-        weights = [self.get_parameter(name) for name in (*self._up, DOWN)]
-        places = [(one.data_ptr(), one.shape) for one in weights]
+        places = [(one.data_ptr(), one.dtype, one.shape) for one in self.parameters()]
         if self._bound is None or self._bound[0] != places:
             self._bound = places, self._bind()
         return self._bound[1]
 
     def _bind(self) -> BoundMixture | None:
         plain: Any = self._plain[0]
-        activation = activation_of(getattr(plain, "act_fn", None))
-        has_biases = any(self._parameters[_bias(name)] is not None for name in self._names)
-        is_default = getattr(type(plain), "_apply_gate", None) is _default_apply_gate
-        if activation is None or has_biases or not (plain.has_gate and is_default):
+        gate = _gate_of(plain)
+        if gate is None or any(self._buffers[order_name(name)] is not None for name in self.kinds):
             return None
-        *up, down = map(self._packed, (*self._up, DOWN))
-        told = self.num_experts, tuple(up), down, activation, self.exact
-        return BoundMixture(ExpertWeights(*told))
+        inner, width = self.columns[DOWN], self.shape_of(DOWN)[1]
+        halves = _halves(2 * inner, plain)
+        of_up, of_down = (self._parameters[_bias(name)] for name in self._names)
+        biases = [None if of_up is None else of_up.detach()[:, _sliced(half)] for half in halves]
+        rows = halves if len(self._up) == 1 else (range(inner), range(inner))
+        of_gate, of_gated = (
+            ExpertMatrix(self._packed(name), one, bias)
+            for name, one, bias in zip((self._up[0], self._up[-1]), rows, biases, strict=True)
+        )
+        down = ExpertMatrix(self._packed(DOWN), range(width), of_down)
+        told = gate.activation, self.exact, gate.alpha, gate.limit
+        return BoundMixture(ExpertWeights(self.num_experts, of_gate, of_gated, down, *told))
 
     def _packed(self, name: str) -> PackedWeight:
         blocks = self.get_parameter(name).detach()

@@ -29,8 +29,8 @@ enum hkv_status {
 
 enum hkv_dtype { HKV_F32 = 0, HKV_F16 = 1, HKV_BF16 = 2 };
 
-/* Of a gated feed-forward. */
-enum hkv_activation { HKV_SILU = 0, HKV_GELU_TANH = 1 };
+/* Of a gated feed-forward; the last of experts alone. */
+enum hkv_activation { HKV_SILU = 0, HKV_GELU_TANH = 1, HKV_CLAMPED_SILU = 2 };
 
 HKV_API int hkv_abi_version(void);
 

@@ -29,13 +29,18 @@ typedef struct hkv_expert_matrix {
   int64_t stride;        /* bytes from one row to the next */
   int64_t expert_stride; /* bytes from one expert's first row to the next one's */
   const void *weight;
+  const void *bias;                         /* of the dtype, or NULL */
+  int64_t bias_stride, bias_expert_stride; /* elements from one output's to the next, from one expert's */
 } hkv_expert_matrix;
 
-/* Gated feed-forwards: (activation(x W_gate^T) * x W_up^T) W_down^T. */
+/* Gated feed-forwards: (activation(gate) * up) W_down^T with gate = x W_gate^T and up = x W_up^T, and
+ * biases behind each product. HKV_CLAMPED_SILU: gates are at most `limit`, what they gate within +-limit;
+ * gate / (1 + exp(-alpha gate)) * (up + 1). */
 typedef struct hkv_experts {
   int32_t dtype;      /* enum hkv_dtype, to which values are rounded wherever a model's own operations are */
   int32_t activation; /* enum hkv_activation */
   int32_t exact;      /* as of hkv_packed_linear */
+  float alpha, limit; /* of HKV_CLAMPED_SILU */
   int64_t num_experts, hidden, inner;
   hkv_expert_matrix gate, up, down; /* of [inner, hidden] twice, and [hidden, inner] */
 } hkv_experts;

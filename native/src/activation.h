@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <vector>
 
 #include "convert.h"
@@ -23,6 +24,18 @@ constexpr float kGelu = 1.5957691216057308f, kGeluCubed = kGelu * 0.044715f;
 inline void check_activation(int32_t activation) {
   require(activation == HKV_SILU || activation == HKV_GELU_TANH,
           "activation must be SiLU (0) or GELU by tanh (1)");
+}
+
+/// gate = activation(gate) * (up + 1), both within limits: HKV_CLAMPED_SILU.
+template <typename Element>
+void gate_clamped(float alpha, float limit, const Element *up, int64_t count, Element *gate) {
+  for (int64_t i = 0; i < count; ++i) {
+    // Comparisons that are false for NaN, which stays.
+    const float x = to_float(gate[i]), y = to_float(up[i]);
+    const float clamped = x > limit ? limit : x, gated = y > limit ? limit : y < -limit ? -limit : y;
+    const float share = as<Element>(1.0f / (1.0f + std::exp(-as<Element>(clamped * alpha))));
+    round_to(as<Element>(gated + 1.0f) * as<Element>(clamped * share), gate[i]);
+  }
 }
 
 /// gate = activation(gate) * up. wide: memory.

@@ -62,7 +62,12 @@ class Mixture {
       feed({&of_.gate}, tokens_, hidden, gates);
       feed({&of_.up}, tokens_, hidden, ups);
     }
-    gate(of_.activation, ups, visits * inner, gates, mine.floats);
+    add_biases(of_.gate, gates);
+    add_biases(of_.up, ups);
+    if (of_.activation == HKV_CLAMPED_SILU)
+      gate_clamped(of_.alpha, of_.limit, ups, visits * inner, gates);
+    else
+      gate(of_.activation, ups, visits * inner, gates, mine.floats);
     feed({&of_.down}, visits, gates, mine.parts.data());
   }
 
@@ -108,6 +113,22 @@ class Mixture {
     });
   }
 
+  /// Where a visit's biases begin; null for none.
+  const Element *bias_of(const hkv_expert_matrix &by, const Visit &visit) const {
+    const auto *bias = static_cast<const Element *>(by.bias);
+    return bias == nullptr ? nullptr : bias + visit.expert * by.bias_expert_stride;
+  }
+
+  /// rows: [visits, inner]
+  void add_biases(const hkv_expert_matrix &by, Element *rows) const {
+    if (by.bias == nullptr) return;
+    for (const Visit &visit : own().visits) {
+      const Element *bias = bias_of(by, visit);
+      for (int64_t i = 0; i < of_.inner; ++i, ++rows)
+        round_to(to_float(*rows) + to_float(bias[i * by.bias_stride]), *rows);
+    }
+  }
+
   void add_parts(Element *out) const {
     Scratch<Element> &mine = own();
     const int64_t width = of_.hidden;
@@ -115,7 +136,13 @@ class Mixture {
     const Element *part = mine.parts.data();
     for (const Visit &visit : mine.visits) {
       float *sum = mine.floats.data() + visit.token * width;
-      for (int64_t i = 0; i < width; ++i) sum[i] += to_float(*part++) * visit.share;
+      const Element *bias = bias_of(of_.down, visit);
+      if (bias == nullptr)
+        for (int64_t i = 0; i < width; ++i) sum[i] += to_float(part[i]) * visit.share;
+      else
+        for (int64_t i = 0; i < width; ++i)
+          sum[i] += (to_float(part[i]) + to_float(bias[i * of_.down.bias_stride])) * visit.share;
+      part += width;
     }
     for (int64_t i = 0; i < tokens_ * width; ++i) round_to(mine.floats[static_cast<size_t>(i)], out[i]);
   }
@@ -145,7 +172,7 @@ void check(const hkv_experts &of, int64_t tokens, int64_t chosen) {
   for (const hkv_expert_matrix *one : {&of.gate, &of.up})
     check_matrix(of, *one, of.inner, of.hidden, 2 * visits);
   check_matrix(of, of.down, of.hidden, of.inner, visits);
-  check_activation(of.activation);
+  if (of.activation != HKV_CLAMPED_SILU) check_activation(of.activation);
 }
 
 }  // namespace

@@ -170,9 +170,9 @@ void check_mixture(const Kind &up, const Kind &down, hkv_pool *pool) {
   const int64_t experts[] = {2, 0, 0, 1, 1, 2, 2, 0, 0, 2};
   const float shares[] = {.5f, .25f, 1, -1, .125f, 2, .75f, .5f, 1, 1};
   const auto matrix = [](const Kind &kind, const Weight &of, int64_t rows) {
-    return hkv_expert_matrix{kind.number, of.stride(), rows * of.stride(), of.data()};
+    return hkv_expert_matrix{kind.number, of.stride(), rows * of.stride(), of.data(), nullptr, 0, 0};
   };
-  const hkv_experts of{HKV_F32, HKV_SILU, 1, kExperts, kHidden, kInner, matrix(up, gates, kInner),
+  const hkv_experts of{HKV_F32, HKV_SILU, 1, 0, 0, kExperts, kHidden, kInner, matrix(up, gates, kInner),
                        matrix(kKinds[4], ups, kInner), matrix(down, downs, kHidden)};
   std::vector<float> out(static_cast<size_t>(kTokens * kHidden), NAN), one(static_cast<size_t>(kHidden));
   CHECK_OK(hkv_mixture(pool, &of, kTokens, kChosen, experts, shares, hidden.data(), out.data()));
@@ -212,8 +212,8 @@ int mixture_refusal(const std::function<void(hkv_experts &)> &change, int64_t to
   static const uint8_t weight[18 * 64] = {};
   static const float hidden[32] = {};
   static float out[32];
-  const hkv_expert_matrix matrix{HKV_Q4_0, 18, 18 * 32, weight};
-  hkv_experts of{HKV_F32, HKV_SILU, 0, 2, 32, 32, matrix, matrix, matrix};
+  const hkv_expert_matrix matrix{HKV_Q4_0, 18, 18 * 32, weight, nullptr, 0, 0};
+  hkv_experts of{HKV_F32, HKV_SILU, 0, 0, 0, 2, 32, 32, matrix, matrix, matrix};
   change(of);
   const float share = 1;
   return hkv_mixture(nullptr, &of, tokens, chosen, &expert, &share, has_arrays ? hidden : nullptr, out);
@@ -314,6 +314,21 @@ CLAIM(a_mixture_is_the_sum_of_its_experts) {
   }
 }
 
+/// Blocks of zeros: biases alone are what the gate sees.
+CLAIM(biases_of_experts_lie_in_strides_behind_clamped_gates) {
+  static const uint8_t weight[18 * 64] = {};
+  std::vector<float> of_both(2 * 64, 0), of_down(2 * 32, .5f), hidden(32, 1), out(32);
+  of_both[64] = 9, of_both[65] = -9;  // of the second expert's first gate, and what it gates
+  const hkv_expert_matrix gate{HKV_Q4_0, 18, 18 * 32, weight, of_both.data(), 2, 64};
+  const hkv_expert_matrix up{HKV_Q4_0, 18, 18 * 32, weight, of_both.data() + 1, 2, 64};
+  const hkv_expert_matrix down{HKV_Q4_0, 18, 18 * 32, weight, of_down.data(), 1, 32};
+  hkv_experts of{HKV_F32, HKV_CLAMPED_SILU, 1, 1.702f, 7, 2, 32, 32, gate, up, down};
+  const int64_t experts[] = {0, 1};
+  const float shares[] = {1, 2};
+  CHECK_OK(hkv_mixture(nullptr, &of, 1, 2, experts, shares, hidden.data(), out.data()));
+  for (const float one : out) CHECK(one == 1.5f);
+}
+
 CLAIM(mixtures_that_cannot_be_are_refused) {
   constexpr int64_t kHuge = int64_t{1} << 61;
   const auto same = [](hkv_experts &) {};
@@ -327,7 +342,7 @@ CLAIM(mixtures_that_cannot_be_are_refused) {
   CHECK_REFUSED(mixture_refusal(same, 1, 1, -1), "numbers of matrices");
   CHECK_REFUSED(mixture_refusal(same, 1, 1, 1, false), "NULL");
   CHECK_REFUSED(mixture_refusal([](hkv_experts &of) { of.dtype = 3; }), "dtype");
-  CHECK_REFUSED(mixture_refusal([](hkv_experts &of) { of.activation = 2; }), "activation");
+  CHECK_REFUSED(mixture_refusal([](hkv_experts &of) { of.activation = 3; }), "activation");
   CHECK_REFUSED(mixture_refusal([](hkv_experts &of) { of.hidden = 0; }), "at least 1");
   CHECK_REFUSED(mixture_refusal([](hkv_experts &of) { of.hidden = 33; }), "multiple");
   CHECK_REFUSED(mixture_refusal([](hkv_experts &of) { of.num_experts = kHuge; }), "sizes");

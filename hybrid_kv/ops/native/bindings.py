@@ -29,6 +29,7 @@ F16 = 1
 BF16 = 2
 SILU = 0
 GELU_TANH = 1
+CLAMPED_SILU = 2
 LINEAR_TOKENS = 8
 Q4_0 = 2
 Q4_1 = 3
@@ -254,6 +255,9 @@ class ExpertMatrixStruct(Structure):
         ("stride", c_int64),
         ("expert_stride", c_int64),
         ("weight", c_void_p),
+        ("bias", c_void_p),
+        ("bias_stride", c_int64),
+        ("bias_expert_stride", c_int64),
     )
 
 
@@ -264,6 +268,8 @@ class ExpertsStruct(Structure):
         ("dtype", c_int32),
         ("activation", c_int32),
         ("exact", c_int32),
+        ("alpha", c_float),
+        ("limit", c_float),
         ("num_experts", c_int64),
         ("hidden", c_int64),
         ("inner", c_int64),

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hybrid_kv.errors import ShapeError
+from hybrid_kv.errors import ConfigError, ShapeError
 from hybrid_kv.ops.native import library
 from hybrid_kv.ops.native.bindings import ExpertMatrixStruct, ExpertsStruct
 from hybrid_kv.ops.native.library import Pool, find_engine
@@ -78,19 +78,33 @@ def packed_experts(
     return out
 
 
-class ExpertWeights(NamedTuple):
-    """Matrices of gated feed-forwards, one of each for each expert.
+class ExpertMatrix(NamedTuple):
+    """One matrix of each expert.
 
-    gate_up: the rows of an expert's gate before those of what it gates, [E * 2 I, H]; or one matrix
-    for each of both, [E * I, H]. down: [E * H, I]. activation: SILU or GELU_TANH of `bindings`.
+    weight: all their rows, one expert's behind another's. rows: which of an expert's rows these
+    are. bias: [E, rows] in the dtype of the inputs, in any strides, or None.
+    """
+
+    weight: PackedWeight
+    rows: range
+    bias: Tensor | None = None
+
+
+class ExpertWeights(NamedTuple):
+    """Gated feed-forwards of E experts: gate and up [I, H], down [H, I].
+
+    activation: SILU, GELU_TANH or CLAMPED_SILU of `bindings`, the last one with alpha and limit.
     exact: as of `packed_linear`.
     """
 
     num_experts: int
-    gate_up: tuple[PackedWeight, ...]
-    down: PackedWeight
+    gate: ExpertMatrix
+    up: ExpertMatrix
+    down: ExpertMatrix
     activation: int
     exact: bool
+    alpha: float = 0.0
+    limit: float = 0.0
 
 
 class BoundMixture:
@@ -99,14 +113,22 @@ class BoundMixture:
     def __init__(self, weights: ExpertWeights, *, engine: ctypes.CDLL | None = None) -> None:
         self._engine = find_engine(engine)
         self._weights = weights  # whose memory is read
-        count, first, last = weights.num_experts, weights.gate_up[0], weights.gate_up[-1]
-        inner, self._hidden = weights.down.columns, first.columns
-        gate, up, down = (_matrix(one, count) for one in (first, last, weights.down))
-        if first is last:
-            up.weight += inner * up.stride
-        told = weights.activation, weights.exact, count, self._hidden, inner, gate, up, down
+        self._hidden, inner = weights.gate.weight.columns, len(weights.gate.rows)
+        told = weights.activation, weights.exact, weights.alpha, weights.limit
+        matrices = [
+            _matrix(one, weights.num_experts) for one in (weights.gate, weights.up, weights.down)
+        ]
+        sizes = weights.num_experts, self._hidden, inner
         # By dtype, of which the model's may change.
-        self._structs = {one: ExpertsStruct(number, *told) for one, number in DTYPES.items()}
+        self._structs = {
+            dtype: ExpertsStruct(number, *told, *sizes, *matrices)
+            for dtype, number in DTYPES.items()
+            if all(one.bias is None or one.bias.dtype == dtype for one in weights[1:4])
+        }
+
+    def takes(self, dtype: torch.dtype) -> bool:
+        """Whether inputs may have a dtype: where there are biases, only theirs."""
+        return dtype in self._structs
 
     def sums(self, x: Tensor, experts: Tensor, shares: Tensor, pool: Pool | None) -> Tensor:
         """The sum over each token's experts, [T, H] in the dtype of x.
@@ -125,11 +147,10 @@ class BoundMixture:
                 f"{list(experts.shape)} and {list(shares.shape)}"
             )
         check_inputs(x, shares)
-        x, experts, shares = (
-            x.contiguous(),
-            experts.long().contiguous(),
-            shares.float().contiguous(),
-        )
+        if not self.takes(x.dtype):
+            raise ConfigError(f"x must be of the dtype of the biases, got {x.dtype}")
+        x, experts = x.contiguous(), experts.long().contiguous()
+        shares = shares.float().contiguous()
         out = torch.empty_like(x)
         status = self._engine.hkv_mixture(
             *(pool_handle(pool), byref(self._structs[x.dtype]), *experts.shape),
@@ -139,7 +160,10 @@ class BoundMixture:
         return out
 
 
-def _matrix(weight: PackedWeight, num_experts: int) -> ExpertMatrixStruct:
-    number, rows, _, stride = (size.value for size in weight.sizes)
-    address = weight.blocks.data_ptr()
-    return ExpertMatrixStruct(number, stride, rows // max(1, num_experts) * stride, address)
+def _matrix(matrix: ExpertMatrix, num_experts: int) -> ExpertMatrixStruct:
+    weight, rows, bias = matrix
+    number, count, _, stride = (size.value for size in weight.sizes)
+    address = weight.blocks.data_ptr() + rows.start * stride
+    of_expert = count // max(1, num_experts) * stride
+    of_bias = (None, 0, 0) if bias is None else (bias.data_ptr(), *reversed(bias.stride()))
+    return ExpertMatrixStruct(number, rows.step * stride, of_expert, address, *of_bias)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,8 +12,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from hybrid_kv.errors import ConfigError, ShapeError
-from hybrid_kv.ops.native.bindings import GELU_TANH, SILU
-from hybrid_kv.ops.native.experts import BoundMixture, ExpertWeights, packed_experts
+from hybrid_kv.ops.native.bindings import CLAMPED_SILU, GELU_TANH, SILU
+from hybrid_kv.ops.native.experts import (
+    BoundMixture,
+    ExpertMatrix,
+    ExpertWeights,
+    packed_experts,
+)
 from hybrid_kv.ops.native.library import Pool
 from hybrid_kv.ops.native.linear import PACKED_KINDS, PackedWeight, packed_linear
 from tests.ops.native.packed_data import dequantised, random_weight
@@ -74,27 +80,57 @@ def test_experts_that_do_not_fit_are_refused(engine: ctypes.CDLL) -> None:
         call(x.double(), [1], [3])
 
 
-def mixture(kinds: str, activation: int = SILU, *, exact: bool = True) -> ExpertWeights:
-    """Of kinds of the gate, of what it gates and of the last matrix; of two, one for both."""
+def mixture(
+    kinds: str, activation: int = SILU, *, exact: bool = True, bias: torch.dtype | None = None
+) -> ExpertWeights:
+    """Of kinds of the gate, of what it gates and of the last matrix; of two, one for both, whose
+    rows lie in turn where there are biases.
+    """
     *first, last = kinds.split()
-    rows = EXPERTS * INNER * (3 - len(first))
-    up = [random_weight(kind, rows + at, HIDDEN, gap=at) for at, kind in enumerate(first)]
-    up = [PackedWeight(one.kind, one.blocks[:rows], HIDDEN) for one in up]
+    per_expert = INNER * (3 - len(first))
+    up = [random_weight(kind, EXPERTS * per_expert, HIDDEN, gap=3) for kind in first]
+    places = [range(INNER), range(INNER, 2 * INNER)] if len(up) == 1 else [range(INNER)] * 2
+    biases: list[Tensor | None] = [None] * 3
+    if bias is not None:
+        both = 9 * torch.randn(EXPERTS, 2 * INNER, dtype=bias)
+        biases = [both[:, ::2], both[:, 1::2], torch.randn(EXPERTS, HIDDEN, dtype=bias)]
+        if len(up) == 1:
+            places = [range(0, 2 * INNER, 2), range(1, 2 * INNER, 2)]
     down = random_weight(last, EXPERTS * HIDDEN, INNER, gap=3)
-    return ExpertWeights(EXPERTS, tuple(up), down, activation, exact)
+    matrices = zip((up[0], up[-1], down), (*places, range(HIDDEN)), biases, strict=True)
+    gate, gated, out = (ExpertMatrix(*one) for one in matrices)
+    return ExpertWeights(EXPERTS, gate, gated, out, activation, exact, 1.702, 7.0)
 
 
-def wanted_sums(of: ExpertWeights, x: Tensor, experts: Tensor, shares: Tensor) -> Tensor:
+def unpacked(by: ExpertMatrix) -> Callable[[int, Tensor], Tensor]:
+    """An expert's product in float64."""
+    wide = dequantised(by.weight).unflatten(0, (EXPERTS, -1))
+    wide = wide[:, by.rows.start : by.rows.stop : by.rows.step]
+    bias = torch.zeros(wide.shape[:2]) if by.bias is None else by.bias
+    return lambda expert, x: wide[expert] @ x + bias[expert].double()
+
+
+def wanted_sums(of: ExpertWeights) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """In float64."""
-    up = torch.cat([dequantised(one).unflatten(0, (EXPERTS, -1)) for one in of.gate_up], dim=1)
-    down = dequantised(of.down).unflatten(0, (EXPERTS, -1))
-    act = functional.silu if of.activation == SILU else gelu
-    out = torch.zeros(len(x), HIDDEN, dtype=torch.float64)
-    for token, (chosen, parts) in enumerate(zip(experts.tolist(), shares.tolist(), strict=True)):
-        for expert, share in zip(chosen, parts, strict=True):
-            gate, gated = (up[expert] @ x[token].double()).chunk(2)
-            out[token] += share * (down[expert] @ (act(gate) * gated))
-    return out
+    gated_by, gated, last = map(unpacked, (of.gate, of.up, of.down))
+
+    def part(expert: int, x: Tensor) -> Tensor:
+        gate, up = gated_by(expert, x), gated(expert, x)
+        if of.activation == CLAMPED_SILU:
+            gate, up = gate.clamp(max=of.limit), up.clamp(-of.limit, of.limit) + 1
+            gate = gate * torch.sigmoid(gate * of.alpha)
+        else:
+            gate = functional.silu(gate) if of.activation == SILU else gelu(gate)
+        return last(expert, gate * up)
+
+    def sums(x: Tensor, experts: Tensor, shares: Tensor) -> Tensor:
+        out = torch.zeros(len(x), HIDDEN, dtype=torch.float64)
+        for sum_, one, *told in zip(out, x.double(), experts, shares, strict=True):
+            for expert, share in zip(*map(Tensor.tolist, told), strict=True):
+                sum_ += share * part(expert, one)
+        return out
+
+    return sums
 
 
 def gelu(x: Tensor) -> Tensor:
@@ -114,14 +150,15 @@ def test_each_token_gets_the_sum_of_its_experts(
     engine: ctypes.CDLL, kinds: str, threads: int
 ) -> None:
     pool = Pool(threads) if threads > 1 else None
-    for activation in (SILU, GELU_TANH):
-        of = mixture(kinds, activation)
-        bound = BoundMixture(of, engine=engine)
+    for activation in (SILU, GELU_TANH, CLAMPED_SILU):
+        bias = torch.float32 if activation == CLAMPED_SILU else None
+        of = mixture(kinds, activation, bias=bias)
+        bound, wanted_of = BoundMixture(of, engine=engine), wanted_sums(of)
         for tokens in range(9):
             inputs = some_tokens(tokens)
             found = bound.sums(*inputs, pool)
             assert found.shape == (tokens, HIDDEN)
-            wanted = wanted_sums(of, *inputs)
+            wanted = wanted_of(*inputs)
             assert (found.double() - wanted).norm() <= 2e-4 * wanted.norm()
 
 
@@ -155,6 +192,10 @@ def test_mixtures_that_do_not_fit_are_refused(engine: ctypes.CDLL) -> None:
     for expert in (-1, EXPERTS):
         with pytest.raises(ConfigError, match="experts must be numbers of matrices"):
             bound.sums(x, torch.full_like(experts, expert), shares, None)
+    of_halves = BoundMixture(mixture("Q4_K Q6_K", bias=torch.float16), engine=engine)
+    assert [of_halves.takes(one) for one in (torch.float16, torch.float32)] == [True, False]
+    with pytest.raises(ConfigError, match=r"x must be of the dtype of the biases.*float32"):
+        of_halves.sums(x, experts, shares, None)
     with pytest.raises(ConfigError, match="tokens must be 0 to 8"):
         bound.sums(*some_tokens(9), None)
 
