@@ -125,9 +125,9 @@ def wanted_sums(of: ExpertWeights) -> Callable[[Tensor, Tensor, Tensor], Tensor]
 
     def sums(x: Tensor, experts: Tensor, shares: Tensor) -> Tensor:
         out = torch.zeros(len(x), HIDDEN, dtype=torch.float64)
-        for sum_, one, *told in zip(out, x.double(), experts, shares, strict=True):
-            for expert, share in zip(*map(Tensor.tolist, told), strict=True):
-                sum_ += share * part(expert, one)
+        for token, one in enumerate(x.double()):
+            for expert, share in zip(experts[token].tolist(), shares[token].tolist(), strict=True):
+                out[token] += share * part(expert, one)
         return out
 
     return sums
