@@ -29,6 +29,7 @@ from hybrid_kv.models.last_rows import is_heard
 from hybrid_kv.models.packed_experts import activation_of
 from hybrid_kv.models.packed_linear import PackedLinear
 from hybrid_kv.models.support import has_own_forward
+from hybrid_kv.ops.native.bindings import NORM, NORM_CENTRED, NORM_ONCE
 from hybrid_kv.ops.native.decoder import BoundDecoder, DecoderWeights, Matrix, Norm
 from hybrid_kv.ops.native.library import Pool, engine_state, pool_here
 from hybrid_kv.ops.native.linear import MAX_TOKENS, PLAIN, multiplies
@@ -62,22 +63,25 @@ class _Family(NamedTuple):
     """Decoder layers of transformers that compute what `hybrid_kv_decoder.h` says.
 
     norms: modules of a layer, by their names in `DecoderWeights`. linear: the names there of what
-    each linear layer computes, in the order of its outputs. zero_centred: norms store their weights
-    less 1. epsilon: the attribute of a norm that holds it. activation: that of a feed-forward.
+    each linear layer computes, in the order of its outputs. norm_form: as of `Norm`.
+    epsilon: the attribute of a norm that holds it. activation: that of a feed-forward.
     dropouts: modules of a layer that act in training alone. has_softcap: attention scores may be
     capped. partial: a part of each head may be rotated. has_experts: the feed-forward is called as
-    it is, and the norm before it. home: name of their module; None for that of their classes.
+    it is, and the norm before it. has_sinks: heads have sinks, and cosines and sines are those of
+    half of a head, which the other half shares. home: name of their module; None for that of their
+    classes.
     """
 
     norms: dict[str, str] = _BEFORE
     linear: Mapping[str, tuple[str, ...]] = _LINEAR
-    zero_centred: bool = False
+    norm_form: int = NORM
     epsilon: str = "variance_epsilon"
     activation: str = "act_fn"
     dropouts: tuple[str, ...] = ()
     has_softcap: bool = False
     partial: bool = False
     has_experts: bool = False
+    has_sinks: bool = False
     home: str | None = None
 
 
@@ -91,10 +95,11 @@ _FAMILIES = {
         dropouts=("resid_attn_dropout", "resid_mlp_dropout"),
         partial=True,
     ),
-    "Gemma": _Family(zero_centred=True, epsilon="eps"),
-    "Gemma2": _Family(_AROUND, zero_centred=True, epsilon="eps", has_softcap=True),
-    "Gemma3": _Family(_AROUND, zero_centred=True, epsilon="eps"),
+    "Gemma": _Family(norm_form=NORM_CENTRED, epsilon="eps"),
+    "Gemma2": _Family(_AROUND, norm_form=NORM_CENTRED, epsilon="eps", has_softcap=True),
+    "Gemma3": _Family(_AROUND, norm_form=NORM_CENTRED, epsilon="eps"),
     "Mixtral": _MIXTURE,
+    "GptOss": _MIXTURE._replace(home="gpt_oss", norm_form=NORM_ONCE, has_sinks=True),
     "Qwen2Moe": _MIXTURE._replace(home="qwen2_moe"),
     "Qwen3Moe": _MIXTURE._replace(home="qwen3_moe"),
 }
@@ -205,7 +210,7 @@ class DecoderStep:
         self._rest = 0  # steps until a layer that is refused is looked at again
         self._bound: BoundDecoder | None = None  # of the step that passes
         self._pool: Pool | None = None
-        self._has_softcap, self._rotates = False, True
+        self._has_softcap, self._rotates, self._has_sinks = False, True, False
 
     def begin(self, num_tokens: int, pool: Pool | None) -> bool:
         """Whether the engine computes this layer in a step of so many tokens, by these threads."""
@@ -232,6 +237,8 @@ class DecoderStep:
         """The layer's output [B, T, hidden] of hidden states, which attend to the cache."""
         bound, cache = self._bound, passed(kwargs)
         rotation = kwargs.get("position_embeddings") if self._rotates else ()
+        if self._has_sinks and rotation is not None:
+            rotation = [torch.cat((half, half), dim=-1) for half in rotation]
         if (
             bound is None
             or is_dynamo_compiling()  # of what the user compiled around it
@@ -252,14 +259,18 @@ class DecoderStep:
         mask = kwargs.get("attention_mask")
         softcap = attention.attn_logit_softcapping if self._has_softcap else None
         attended, _ = hybrid_attention(
-            *(attention, q, k, v, mask), scaling=attention.scaling, softcap=softcap
+            *(attention, q, k, v, mask),
+            scaling=attention.scaling,
+            softcap=softcap,
+            s_aux=attention.sinks if self._has_sinks else None,
         )
         out = bound.outputs(hidden_states, attended, self._pool)
         if bound.has_feed_forward:
             return out
         layer: Any = self.layer
-        added: Tensor = layer.mlp(layer.post_attention_layernorm(out))
-        return out + added
+        added: Any = layer.mlp(layer.post_attention_layernorm(out))
+        whole: Tensor = out + (added[0] if isinstance(added, tuple) else added)  # or with routing
+        return whole
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy of the layer, or a pickle, made while a step passes has its own forward."""
@@ -301,7 +312,7 @@ class DecoderStep:
             "of_keys": getattr(attention, "k_norm", None),
         }
         weights: dict[str, Any] = {
-            name: norm and Norm(norm.weight, getattr(norm, family.epsilon), family.zero_centred)
+            name: norm and Norm(norm.weight, getattr(norm, family.epsilon), family.norm_form)
             for name, norm in norms.items()
         }
         if any(one and not _is_plain(one.weight, dtype) for one in weights.values()):
@@ -320,7 +331,7 @@ class DecoderStep:
         weights["residual_scale"] = getattr(layer, "residual_multiplier", 1.0)
         if weights["residual_scale"] == 0:
             return None
-        self._has_softcap = family.has_softcap
+        self._has_softcap, self._has_sinks = family.has_softcap, family.has_sinks
         self._rotates = getattr(attention, "use_rope", True)
         return BoundDecoder(DecoderWeights(**weights), attention.head_dim, partial=family.partial)
 

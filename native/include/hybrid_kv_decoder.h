@@ -27,11 +27,15 @@ typedef struct hkv_matrix {
   const void *bias; /* [num_outputs] of the dtype, or NULL */
 } hkv_matrix;
 
+/* HKV_NORM: the weight is multiplied with x that was rounded. HKV_NORM_ONCE: the product alone is rounded.
+ * HKV_NORM_CENTRED: that too, and the weight is stored less 1. */
+enum hkv_norm_form { HKV_NORM = 0, HKV_NORM_ONCE = 1, HKV_NORM_CENTRED = 2 };
+
 /* weight * (x / sqrt(mean(x^2) + epsilon)). */
 typedef struct hkv_norm {
   const void *weight; /* of the dtype; NULL: no norm */
   float epsilon;
-  int32_t zero_centred; /* 1: the weight is stored less 1, and only the product is rounded; 0: x is before it */
+  int32_t form; /* enum hkv_norm_form */
 } hkv_norm;
 
 typedef struct hkv_decoder {

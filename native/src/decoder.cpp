@@ -114,7 +114,8 @@ class Decoder {
       const float scale = 1.0f / std::sqrt(sum / static_cast<float>(width) + by.epsilon);
       for (int64_t i = 0; i < width; ++i) {
         const float one = row[static_cast<size_t>(i)] * scale, by_weight = to_float(weight[i]);
-        round_to(by.zero_centred != 0 ? one * (1.0f + by_weight) : as<Element>(one) * by_weight, to[i]);
+        const float value = by.form == HKV_NORM ? as<Element>(one) : one;
+        round_to(value * (by.form == HKV_NORM_CENTRED ? 1.0f + by_weight : by_weight), to[i]);
       }
     }
   }
@@ -153,6 +154,7 @@ class Decoder {
 void check_norm(const hkv_norm &norm, bool must) {
   require(norm.weight != nullptr || !must, "norms before attention and feed-forward must not be NULL");
   require(norm.epsilon >= 0.0f, "epsilon must be at least 0");
+  require(norm.form >= HKV_NORM && norm.form <= HKV_NORM_CENTRED, "form of a norm must be 0 to 2");
 }
 
 /// Sizes that fit together; products check the rest.

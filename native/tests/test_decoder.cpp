@@ -39,7 +39,7 @@ struct Layer {
 
   /// As Llama's, but that queries have norms and keys have none; or as Gemma's, with residuals scaled.
   hkv_decoder described(int32_t dtype, bool gemma = false) const {
-    const int32_t centred = gemma;
+    const int32_t centred = gemma ? HKV_NORM_CENTRED : HKV_NORM;
     const auto norm = [&](const Rows &rows) { return hkv_norm{rows.keys().data, kEpsilon, centred}; };
     return {dtype, kDim, gemma ? HKV_GELU_TANH : HKV_SILU, gemma ? kResidual : 1.0f,
             norm(first), norm(of_heads), {}, gemma ? norm(third) : hkv_norm{},
@@ -252,5 +252,6 @@ CLAIM(layers_that_do_not_fit_together_are_refused) {
   CHECK(status([](hkv_decoder &one) { one.after_attention.epsilon = -1.0f; }) == HKV_INVALID);
   CHECK(status([](hkv_decoder &one) { one.after_feed_forward.epsilon = -1.0f; }) == HKV_INVALID);
   CHECK(status([](hkv_decoder &one) { one.activation = 2; }) == HKV_INVALID);
+  CHECK(status([](hkv_decoder &one) { one.before_attention.form = 3; }) == HKV_INVALID);
   CHECK(status([](hkv_decoder &one) { one.residual_scale = 0.0f; }) == HKV_INVALID);
 }

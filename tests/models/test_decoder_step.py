@@ -47,10 +47,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma2": {"head_dim": 16, "attn_logit_softcapping": 3.0, "sliding_window": 12},
     "gemma3_text": {"head_dim": 40, "sliding_window": 12},
     "mixtral": {"num_local_experts": 4, "head_dim": 24},
+    "gpt_oss": {"num_local_experts": 4, "head_dim": 24, "sliding_window": 12},
     "qwen2_moe": EXPERTS,
     "qwen3_moe": EXPERTS | {"head_dim": 16, "mlp_only_layers": [1]},
 }
-MIXTURES = {"mixtral", "qwen2_moe", "qwen3_moe"}
+MIXTURES = {"mixtral", "gpt_oss", "qwen2_moe", "qwen3_moe"}
 """Whose feed-forward is called as it is."""
 LOGITS: Any = {"atol": 2e-2, "rtol": 1e-2}
 PACKED: Any = {"atol": 2e-3, "rtol": 1e-3}
@@ -93,7 +94,7 @@ def made(
         model = AutoModelForCausalLM.from_config(config).eval()
         scale_weights(model)
         for name, parameter in model.named_parameters():
-            if name.endswith(("bias", "norm.weight")):
+            if name.endswith(("bias", "norm.weight", "sinks")):
                 parameter.data.add_(torch.randn_like(parameter) * 0.2)
     if isinstance(kind, torch.dtype):
         return model.to(kind)

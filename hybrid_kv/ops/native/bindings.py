@@ -46,6 +46,9 @@ LEVELS = 256
 BLOCK_KEYS = 16
 SKETCH_DIMS = 256
 KEY_BLOCK = 64
+NORM = 0
+NORM_ONCE = 1
+NORM_CENTRED = 2
 IDS_INT32 = 0
 IDS_INT64 = 1
 POINT_DIMS = 32
@@ -219,7 +222,7 @@ class NormStruct(Structure):
     _fields_ = (
         ("weight", c_void_p),
         ("epsilon", c_float),
-        ("zero_centred", c_int32),
+        ("form", c_int32),
     )
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hybrid_kv.ops.native import library
-from hybrid_kv.ops.native.bindings import SILU, DecoderStruct, MatrixStruct, NormStruct
+from hybrid_kv.ops.native.bindings import NORM, SILU, DecoderStruct, MatrixStruct, NormStruct
 from hybrid_kv.ops.native.library import Pool, find_engine
 from hybrid_kv.ops.native.linear import PackedWeight
 from hybrid_kv.ops.native.rows import DTYPES, pool_handle
@@ -25,11 +25,13 @@ _NONE = 0, None, None
 
 
 class Norm(NamedTuple):
-    """The root mean square norm of vectors; weight: [size], stored less 1 if it is zero-centred."""
+    """The root mean square norm of vectors; weight: [size]. form: NORM, NORM_ONCE or NORM_CENTRED
+    of `bindings`, the last with a weight that is stored less 1.
+    """
 
     weight: Tensor
     epsilon: float
-    zero_centred: bool = False
+    form: int = NORM
 
 
 class Matrix(NamedTuple):
@@ -199,7 +201,7 @@ class BoundDecoder:
 def _norm(norm: Norm | None) -> NormStruct:
     if norm is None:
         return NormStruct()
-    return NormStruct(norm.weight.data_ptr(), norm.epsilon, norm.zero_centred)
+    return NormStruct(norm.weight.data_ptr(), norm.epsilon, norm.form)
 
 
 def _matrix(matrix: Matrix) -> MatrixStruct:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hybrid_kv.ops.native.bindings import GELU_TANH, SILU
+from hybrid_kv.ops.native.bindings import GELU_TANH, NORM, NORM_CENTRED, NORM_ONCE, SILU
 from hybrid_kv.ops.native.decoder import BoundDecoder, DecoderWeights, Matrix, Norm
 from hybrid_kv.ops.native.library import Pool
 from hybrid_kv.ops.native.linear import PACKED_KINDS
@@ -25,6 +25,9 @@ SIZES = {
 }
 
 
+FORMS = {"plain": NORM, "norms": NORM_ONCE, "gemma": NORM_CENTRED}
+
+
 def matrices(kind: str, dtype: torch.dtype) -> dict[str, Matrix]:
     """Of one kind of blocks, or plain; two have a bias."""
     made = {}
@@ -38,12 +41,14 @@ def matrices(kind: str, dtype: torch.dtype) -> dict[str, Matrix]:
 
 
 def layer(kind: str, dtype: torch.dtype, form: str = "plain") -> DecoderWeights:
-    """Of a form: `plain`, with `norms` of queries and keys, or that of `gemma` with these."""
+    """Of a form: `plain`, with `norms` of queries and keys that are rounded once, or that of
+    `gemma` with these.
+    """
 
     def norm(size: int, epsilon: float) -> Norm:
         around_zero = torch.randn(size).mul(0.1)
         weight = around_zero if form == "gemma" else 1 + around_zero
-        return Norm(weight.to(dtype), epsilon, zero_centred=form == "gemma")
+        return Norm(weight.to(dtype), epsilon, FORMS[form])
 
     named = {name: norm(HIDDEN, 1e-3) for name in ("before_attention", "before_feed_forward")}
     heads = [None, None] if form == "plain" else [norm(DIM, 0.5) for _ in range(2)]
@@ -60,7 +65,7 @@ def normed(x: Tensor, norm: Norm | None) -> Tensor:
     if norm is None:
         return x
     mean = x.square().mean(-1, keepdim=True)
-    return x * (mean + norm.epsilon).rsqrt() * (norm.weight.double() + norm.zero_centred)
+    return x * (mean + norm.epsilon).rsqrt() * (norm.weight.double() + (norm.form == NORM_CENTRED))
 
 
 def gated(gate: Tensor, up: Tensor, activation: int) -> Tensor:
@@ -201,3 +206,20 @@ def test_layers_that_lie_in_one(kind: str) -> None:
     assert all(part.exact for part in parts)
     found = torch.cat([product(x, part) for part in parts], -1)
     torch.testing.assert_close(found, product(x, whole))
+
+
+@pytest.mark.parametrize("form", [NORM, NORM_ONCE])
+def test_norms_are_rounded_where_their_models_round(engine: ctypes.CDLL, form: int) -> None:
+    """Values that come out as they are, but for one product."""
+    weights = layer("plain", torch.bfloat16)
+    weight = torch.linspace(0.5, 2, HIDDEN).bfloat16()
+    eye = torch.eye(HIDDEN, dtype=torch.bfloat16)
+    weights = weights._replace(
+        before_attention=Norm(weight, 0.0, form), query=Matrix(eye), key=Matrix(eye)
+    )
+    x = torch.randn(1, 1, HIDDEN).bfloat16()
+    found = BoundDecoder(weights, DIM, engine=engine).inputs(x, (), None).queries.flatten()
+    wide = x.flatten().float()
+    wide = wide * wide.square().mean().rsqrt()
+    wanted = weight * wide.bfloat16() if form == NORM else (weight * wide).bfloat16()
+    assert (found == wanted).float().mean() > 0.99  # sums of squares have another order
