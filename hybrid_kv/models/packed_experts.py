@@ -113,7 +113,7 @@ def order_name(name: str) -> str:
 
 
 class _Gate(NamedTuple):
-    """What the engine computes between its products. Fields: as of `ExpertWeights`."""
+    """Operations of the engine between its products. Fields: as of `ExpertWeights`."""
 
     activation: int
     alpha: float = 0.0
