@@ -35,7 +35,7 @@ from transformers.modeling_gguf_pytorch_utils import (
 from hybrid_kv.errors import ModelNotFoundError
 from hybrid_kv.models.checkpoint import one_sentence, read_config
 from hybrid_kv.models.gguf_file import MAGIC, GgufFile, GgufTensor
-from hybrid_kv.models.gguf_mixtures import PROCESSORS, is_mixture, mixture_config
+from hybrid_kv.models.gguf_mixtures import GPT_OSS, PROCESSORS, is_mixture, mixture_config
 
 try:
     from transformers.integrations.gguf.gguf_config_mapping import (
@@ -171,11 +171,12 @@ def _rope_rule(name: str, file: GgufFile, context: int) -> dict[str, Any]:
         )
     if kind == "linear":
         return {"rope_type": kind, "factor": factor}
-    # Bounds are whole numbers, as llama.cpp has them, though gpt-oss's checkpoint has others
-    # (`truncate: False`): no file says so.
+    # As gpt-oss was trained. llama.cpp takes whole numbers there too.
+    bounds = {"truncate": False} if file.architecture == GPT_OSS else {}
     betas = {beta: told.get(f"yarn_{beta}") for beta in ("beta_fast", "beta_slow")}
     attention = told.get("attn_factor", 1.0) * (1 + 0.1 * math.log(factor))
-    return {"rope_type": kind, "factor": factor, "attention_factor": attention} | original | betas
+    rule = {"rope_type": kind, "factor": factor, "attention_factor": attention}
+    return rule | original | betas | bounds
 
 
 def _without_vocabulary(file: GgufFile) -> bytes:

@@ -62,7 +62,7 @@ def gpt_oss() -> PreTrainedModel:
         "rope_theta": 150000.0,
         "factor": YARN["factor"],
         "original_max_position_embeddings": YARN["original_context_length"],
-        "truncate": True,  # llama.cpp's way
+        "truncate": False,
     }
     more = {"head_dim": 32, "sliding_window": WINDOW}
     return GptOssForCausalLM(GptOssConfig(**SIZES, **more, rope_parameters=rule))
