@@ -324,6 +324,8 @@ def _rows_in(made: Tensor, numbers: Tensor) -> range | None:
     """Where the numbers of a stack's rows have come to lie, in their order and beside zeros."""
     whole = made if made.shape[2] == 1 else made.mT  # outputs are columns of some models' matrices
     found = whole[0, :, 0].nonzero().flatten()[:2].tolist()
+    if not found:
+        return None
     step = found[1] - found[0] if len(found) > 1 else 1
     rows = range(found[0], found[0] + step * numbers.shape[1], step)
     beside = whole.count_nonzero() == numbers.numel()
