@@ -158,7 +158,7 @@ class PackedExperts(PackedModule):
     """
 
     _bound: tuple[list[Any], BoundMixture | None] | None = None
-    """Where the weights lie, and the call that knows it."""
+    """How exact products are and where the weights lie, and the call that knows it."""
 
     def __init__(
         self, plain: nn.Module, up: Mapping[str, PackedStack], down: PackedStack, *, exact: bool
@@ -231,8 +231,9 @@ class PackedExperts(PackedModule):
         products.
         """
         places = [(one.data_ptr(), one.dtype, one.shape) for one in self.parameters()]
-        if self._bound is None or self._bound[0] != places:
-            self._bound = places, self._bind()
+        told = [self.exact, *places]
+        if self._bound is None or self._bound[0] != told:
+            self._bound = told, self._bind()
         return self._bound[1]
 
     def _bind(self) -> BoundMixture | None:

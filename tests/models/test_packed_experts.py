@@ -24,6 +24,7 @@ from transformers import (
     PreTrainedModel,
     Qwen3MoeConfig,
 )
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
@@ -36,6 +37,7 @@ from hybrid_kv.models.packed_experts import (
     PackedExperts,
     PackedStack,
     can_be_packed,
+    rows_of,
 )
 from hybrid_kv.models.packed_linear import packed, unpacked
 from hybrid_kv.models.prompt_layers import MIN_TOKENS
@@ -129,6 +131,53 @@ def test_experts_without_a_gate_have_an_activation() -> None:
     assert (PackedExperts(plain, made, down, exact=True)(*inputs) - wanted).norm() < (
         2e-4 * wanted.norm()
     )
+
+
+def of_gpt_oss(*, is_whole: bool) -> tuple[nn.Module, PackedExperts]:
+    """Experts with biases and clamped gates, and their packed form. is_whole: as of `of_plain`."""
+    torch.manual_seed(0)
+    sizes = {"num_local_experts": EXPERTS, "hidden_size": HIDDEN, "intermediate_size": INNER}
+    config = GptOssConfig(**sizes)
+    config._experts_implementation = "eager"
+    plain = GptOssExperts(config).requires_grad_(False)
+    for name, weight in plain.named_parameters():
+        nn.init.normal_(weight, std=5.0 if name.endswith("bias") else 0.2)
+
+    def stack(weight: Tensor) -> PackedStack:
+        blocks = packed(weight.flatten(0, 1), "Q8_0")
+        weight.copy_(unpacked(blocks, "Q8_0").view_as(weight))
+        return PackedStack("Q8_0", blocks, weight.shape[-1])
+
+    up, down = rows_of(plain, "gate_up_proj"), rows_of(plain, "down_proj")
+    halves = {"gate_proj": up[:, ::2], "up_proj": up[:, 1::2]}
+    parts = {"gate_up_proj": stack(up)} if is_whole else {k: stack(v) for k, v in halves.items()}
+    return plain, PackedExperts(copy.deepcopy(plain), parts, stack(down), exact=True)
+
+
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_gates_of_gpt_oss_are_clamped_and_its_experts_have_biases(is_whole: bool) -> None:
+    plain, experts = of_gpt_oss(is_whole=is_whole)
+    for tokens in (1, 3, 9):
+        inputs = routed(tokens)
+        wanted = plain(*inputs)
+        assert (experts(*inputs) - wanted).norm() <= 2e-4 * wanted.norm()
+    inputs, other = routed(2), torch.randn(EXPERTS, 2 * INNER)
+    for one in (plain, experts):
+        one.get_parameter("gate_up_proj_bias").data = other
+        one.get_parameter("down_proj_bias").mul_(2)
+    wanted = plain(*inputs)
+    assert (experts(*inputs) - wanted).norm() <= 2e-4 * wanted.norm(), "biases are read anew"
+    half = experts(inputs[0].bfloat16(), *inputs[1:])  # of another dtype than biases
+    assert (half - wanted).norm() <= 2e-2 * wanted.norm()
+
+
+def test_how_exact_experts_are_may_change_between_two_steps() -> None:
+    experts, inputs = of_plain(plain_experts(), exact=True), routed(2)
+    fine = experts(*inputs)
+    experts.exact = False
+    coarse = experts(*inputs)
+    assert not torch.equal(coarse, fine)
+    assert torch.equal(coarse, of_plain(plain_experts(), exact=False)(*inputs))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -141,7 +141,8 @@ class BoundMixture:
             ShapeError: they do not fit together.
             ConfigError: another dtype or device, or numbers of experts that there are not.
         """
-        if x.shape != (len(experts), self._hidden) or experts.shape != shares.shape:
+        fits = experts.dim() == 2 and experts.shape == shares.shape
+        if not fits or x.shape != (len(experts), self._hidden):
             raise ShapeError(
                 f"x must be [T, {self._hidden}], experts and shares [T, k], got {list(x.shape)}, "
                 f"{list(experts.shape)} and {list(shares.shape)}"

@@ -187,6 +187,10 @@ def test_mixtures_that_do_not_fit_are_refused(engine: ctypes.CDLL) -> None:
         bound.sums(x[:1], experts, shares, None)
     with pytest.raises(ShapeError, match=r"got \[2, 256\], \[2, 3\] and \[2, 2\]"):
         bound.sums(x, experts, shares[:, 1:], None)
+    with pytest.raises(ShapeError, match=r"got \[2, 256\], \[2\] and \[2\]"):
+        bound.sums(x, experts[:, 0], shares[:, 0], None)
+    with pytest.raises(ShapeError, match=r"got \[2, 256\], \[2\] and \[2\]"):
+        bound.sums(x, experts[:, 0], shares[:, 0], None)
     with pytest.raises(ConfigError, match=r"x must be float32.*got torch\.float64 on cpu"):
         bound.sums(x.double(), experts, shares, None)
     for expert in (-1, EXPERTS):
