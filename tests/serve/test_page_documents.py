@@ -79,7 +79,7 @@ def test_a_question_waits_for_the_document_that_was_chosen(page: Any, engine: Fa
     page.wait_for_timeout(100)
     assert len(engine.seen) == seen, "it is not asked yet"
     held[0].continue_()
-    page.wait_for_selector("article:last-child dl")
+    page.wait_for_selector("article:has(h3:text-is('the river')) dl")
     assert questions(page) == ["the river"]
     assert len(engine.seen[-1].ids) < 20, "no document stands before it"
 
