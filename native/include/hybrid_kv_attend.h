@@ -69,15 +69,17 @@ typedef struct hkv_prompt {
   /* [tokens] row of each token, ascending, where they are some tokens of a prompt: each sees the
    * rows up to its own. Causal, without window or blocks. NULL where they are the newest rows. */
   const int64_t *positions;
-  /* Whether products are those of bfloat16 in pairs, of which queries, keys and values are then;
-   * weights are rounded to it. As `hkv_has_pairs` allows. */
-  int32_t pairs;
+  int32_t arithmetic; /* enum hkv_arithmetic, one that `hkv_has_arithmetic` */
 } hkv_prompt;
+
+/* Products in float32, of anything; or of pairs of bfloat16, of which queries, keys and values are
+ * then, summed in float32 in vectors or by AMX: weights are rounded to it. */
+enum hkv_arithmetic { HKV_FLOATS = 0, HKV_PAIRS = 1, HKV_AMX = 2 };
 
 #define HKV_KEY_BLOCK 64
 
-/* 1 where this CPU and this library multiply pairs of bfloat16, else 0. */
-HKV_API int hkv_has_pairs(void);
+/* 1 where this CPU, its kernel and this library have the arithmetic, else 0. */
+HKV_API int hkv_has_arithmetic(int32_t arithmetic);
 
 /* The rows of a KV head that each of its queries sees; made for many of them.
  *

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "attend_checks.h"
+#include "amx_tiles.h"
 #include "pool.h"
 #include "tiles.h"
 
@@ -13,7 +14,7 @@ namespace {
 
 constexpr int64_t kBlockRows = 384;        // queries that share a packed tile
 constexpr int64_t kKeptWeights = 2 << 20;  // of a block, where they are summed at its end
-constexpr int64_t kStrip = 8;              // groups of kTileRows that share a panel in the first cache
+constexpr int64_t kLeastRows = 48;         // of a block, however long the prompt
 static_assert(kTileKeys % HKV_KEY_BLOCK == 0 && HKV_KEY_BLOCK % kPanel == 0, "blocks fill tiles");
 
 struct Seen {
@@ -36,7 +37,7 @@ struct Prompt {
     int64_t rows = kBlockRows;
     if (masses != nullptr) {
       const int64_t kept = kKeptWeights / std::max<int64_t>(1, kv.keys.count);
-      rows = std::min(rows, std::max<int64_t>(kStrip * kTileRows, kept));
+      rows = std::min(rows, std::max<int64_t>(kLeastRows, kept));
     }
     return std::max<int64_t>(1, rows / asked.group);
   }
@@ -64,6 +65,7 @@ struct Prompt {
 template <typename In>
 class Block {
   using Packed = typename In::Packed;
+  static constexpr int64_t kRows = In::kRows, kStrip = In::kStrip;
   static constexpr int64_t kPackedKeys = kTileKeys / In::kElements;
 
  public:
@@ -97,31 +99,30 @@ class Block {
     first_ = block * prompt.tokens_of_block();
     tokens_ = std::min(prompt.tokens_of_block(), prompt.asked.tokens - first_);
     rows_ = tokens_ * group_;
-    groups_ = (rows_ + kTileRows - 1) / kTileRows;
+    groups_ = (rows_ + kRows - 1) / kRows;
     padded_ = in_panels(value_dim_);
-    const int64_t room = groups_ * kTileRows;
+    const int64_t room = groups_ * kRows;
     grow(queries_, room * width_);
     grow(keys_, kTileKeys * width_);
     grow(values_, kPackedKeys * padded_);
-    grow(weights_, kStrip * kTileRows * kPackedKeys);
-    if (In::kElements > 1) grow(scores_, kStrip * kTileRows * kTileKeys);
+    grow(weights_, kStrip * kRows * kPackedKeys);
+    if (In::kElements > 1) grow(scores_, kStrip * kRows * kTileKeys);
     kept_.clear();
     sums_.assign(static_cast<size_t>(room * padded_), 0.0f);
     softmax_.assign(static_cast<size_t>(room), {});
   }
 
-  /// Queries as groups [width][kTileRows]; rows beyond the last are 0.
+  /// Queries as groups; rows beyond the last, and what is beyond a row's channels, are 0.
   template <typename Query>
   void gather(const Prompt &prompt, int64_t place) {
     const hkv_prompt &asked = prompt.asked;
     const int64_t batch_row = place / prompt.heads, head = place % prompt.heads * group_;
-    Packed *last = queries_of(groups_ - 1);
-    std::fill(last, last + width_ * kTileRows, 0);
+    std::fill(In::kDepth > 1 ? queries_of(0) : queries_of(groups_ - 1), queries_of(groups_), 0);
     for (int64_t row = 0; row < rows_; ++row) {
       const Query *from = static_cast<const Query *>(asked.queries) +
                           batch_row * asked.step[0] + (head + row % group_) * asked.step[1] +
                           (first_ + row / group_) * asked.step[2];
-      pack_query<In>(from, dim_, queries_of(row / kTileRows), row % kTileRows);
+      pack_query<In>(from, dim_, queries_of(row / kRows), row % kRows);
     }
   }
 
@@ -171,9 +172,9 @@ class Block {
     Seen seen[kStrip];  // of the tile's keys, by a group
     int64_t first = count, last = 0;
     for (int64_t group = from; group < to; ++group) {
-      const int64_t end = std::min(rows_, (group + 1) * kTileRows) - 1;
+      const int64_t end = std::min(rows_, (group + 1) * kRows) - 1;
       Seen &own = seen[group - from];
-      own.first = std::max<int64_t>(0, token_seen(prompt, group * kTileRows).first - at);
+      own.first = std::max<int64_t>(0, token_seen(prompt, group * kRows).first - at);
       own.last = std::min(count, token_seen(prompt, end).last - at);
       own.first = std::min(own.first, own.last);
       if (own.first == own.last) continue;
@@ -196,18 +197,19 @@ class Block {
       for (int64_t group = from; group < to; ++group) {
         const Seen &own = seen[group - from];
         if (own.first == own.last) continue;
-        const int64_t first = own.first / In::kElements, last = packed<In>(own.last);
+        const int64_t first = own.first / (In::kElements * In::kDepth) * In::kDepth;
+        const int64_t last = packed<In>(own.last);
         add_panel<In>(weights_of(group, from) + first,
                       values_.data() + (panel * kPackedKeys + first) * kPanel, last - first,
-                      sums_of(group * kTileRows) + panel * kPanel, padded_);
+                      sums_of(group * kRows) + panel * kPanel, padded_);
       }
   }
 
   /// Scores of a group become weights, and its sums smaller where a larger logit has come.
   void weigh(const Prompt &prompt, int64_t group, const Seen &seen, float *scores, int64_t at) {
     const int64_t first = seen.first / kPanel * kPanel, last = in_panels(seen.last);
-    for (int64_t i = 0; i < kTileRows; ++i) {
-      const int64_t row = group * kTileRows + i;
+    for (int64_t i = 0; i < kRows; ++i) {
+      const int64_t row = group * kRows + i;
       float *own = scores + i * kTileKeys;
       Seen mine{0, 0};
       if (row < rows_) mine = token_seen(prompt, row);
@@ -229,7 +231,7 @@ class Block {
   void round_weights(const Seen &seen, int64_t group, int64_t from) {
     if (In::kElements == 1) return;
     const int64_t first = seen.first / kPanel * kPanel, last = in_panels(seen.last);
-    for (int64_t i = 0; i < kTileRows; ++i) {
+    for (int64_t i = 0; i < kRows; ++i) {
       const float *own = scores_of(group, from) + i * kTileKeys;
       Packed *to = weights_of(group, from) + i * kPackedKeys;
       for (int64_t key = first; key < last; key += kLanes)
@@ -275,7 +277,7 @@ class Block {
     const auto number = static_cast<int64_t>(kept_.size());
     const auto groups = static_cast<size_t>(groups_);
     kept_.push_back({at, std::vector<Seen>(groups, Seen{0, 0}), {}});
-    grow(kept_weights_, (number + 1) * groups_ * kTileRows * kPackedKeys);
+    grow(kept_weights_, (number + 1) * groups_ * kRows * kPackedKeys);
   }
 
   /// The largest logit of each row so far, in whole vectors.
@@ -312,10 +314,10 @@ class Block {
   void add_masses(int64_t number, int64_t head, int64_t panel, const float *shares, float *to,
                   int64_t count) {
     const std::vector<Seen> &seen = kept_[static_cast<size_t>(number)].seen;
-    const Packed *weights = kept_weights_.data() + number * groups_ * kTileRows * kPackedKeys;
+    const Packed *weights = kept_weights_.data() + number * groups_ * kRows * kPackedKeys;
     Floats sums[kWide] = {};
     for (int64_t row = head; row < rows_; row += group_) {
-      const Seen own = seen[static_cast<size_t>(row / kTileRows)];
+      const Seen own = seen[static_cast<size_t>(row / kRows)];
       if (own.last <= panel || own.first >= panel + kPanel) continue;
       const Packed *from = weights + row * kPackedKeys + panel / In::kElements;
       unrolled<kWide>([&](auto i) {
@@ -338,18 +340,18 @@ class Block {
   }
   /// What a group's values are multiplied with, in a strip that begins with group `from`.
   Packed *weights_of(int64_t group, int64_t from) {
-    if (kept_.empty()) return weights_.data() + (group - from) * kTileRows * kPackedKeys;
+    if (kept_.empty()) return weights_.data() + (group - from) * kRows * kPackedKeys;
     const auto tile = static_cast<int64_t>(kept_.size()) - 1;
-    return kept_weights_.data() + (tile * groups_ + group) * kTileRows * kPackedKeys;
+    return kept_weights_.data() + (tile * groups_ + group) * kRows * kPackedKeys;
   }
   /// Where its scores become weights, before they are rounded.
   float *scores_of(int64_t group, int64_t from) {
     if constexpr (In::kElements > 1)
-      return scores_.data() + (group - from) * kTileRows * kTileKeys;
+      return scores_.data() + (group - from) * kRows * kTileKeys;
     else
       return weights_of(group, from);
   }
-  Packed *queries_of(int64_t group) { return queries_.data() + group * kTileRows * width_; }
+  Packed *queries_of(int64_t group) { return queries_.data() + group * kRows * width_; }
   float *sums_of(int64_t row) { return sums_.data() + row * padded_; }
 
   bool reads_values_;
@@ -360,10 +362,18 @@ class Block {
   std::vector<RunningSoftmax> softmax_;
 };
 
+bool has_arithmetic(int32_t arithmetic) {
+  if (arithmetic == HKV_AMX) return has_amx();
+  return arithmetic == HKV_PAIRS ? has_pairs() : arithmetic == HKV_FLOATS;
+}
+
 void check(const hkv_prompt &asked, const hkv_kv &kv) {
   require(asked.group >= 1, "group must be at least 1");
-  require(asked.pairs == 0 || has_pairs(), "this CPU does not multiply pairs of bfloat16");
-  require(asked.pairs == 0 || (asked.dtype == HKV_BF16 && kv.keys.dtype == HKV_BF16),
+  require(asked.arithmetic >= HKV_FLOATS && asked.arithmetic <= HKV_AMX,
+          "arithmetic must be that of floats (0), of pairs (1) or of AMX (2)");
+  require(has_arithmetic(asked.arithmetic), "this CPU does not multiply pairs of bfloat16 so");
+  require(asked.arithmetic == HKV_FLOATS ||
+              (asked.dtype == HKV_BF16 && kv.keys.dtype == HKV_BF16),
           "pairs are of bfloat16 queries, keys and values");
   require(asked.window >= 0, "window must be at least 0");
   require(!asked.causal || asked.positions != nullptr || asked.tokens <= kv.keys.count,
@@ -386,7 +396,9 @@ void check(const hkv_prompt &asked, const hkv_kv &kv) {
 }  // namespace
 }  // namespace hkv
 
-extern "C" int hkv_has_pairs(void) { return hkv::has_pairs() ? 1 : 0; }
+extern "C" int hkv_has_arithmetic(int32_t arithmetic) {
+  return hkv::has_arithmetic(arithmetic) ? 1 : 0;
+}
 
 extern "C" int hkv_attend_prompt(hkv_pool *pool, int32_t batch, int32_t heads, const hkv_kv *kv,
                                  const hkv_prompt *asked, float scale, float softcap, void *out,
@@ -414,8 +426,15 @@ extern "C" int hkv_attend_prompt(hkv_pool *pool, int32_t batch, int32_t heads, c
                              softcap, out,   lse, masses, block_masses};
     const int64_t blocks = prompt.blocks();
     const auto run = [&](int64_t place, int64_t number) {
+#if HKV_HAS_AMX
+      if (asked->arithmetic == HKV_AMX) {
+        thread_local hkv::Block<hkv::InAmx> block;
+        [[maybe_unused]] const hkv::AmxTiles tiles;
+        return block.run<hkv::Bfloat, hkv::Bfloat>(prompt, place, number);
+      }
+#endif
 #if HKV_HAS_PAIRS
-      if (asked->pairs != 0) {
+      if (asked->arithmetic == HKV_PAIRS) {
         thread_local hkv::Block<hkv::InPairs> block;
         return block.run<hkv::Bfloat, hkv::Bfloat>(prompt, place, number);
       }

@@ -30,13 +30,17 @@ HKV_INLINE inline Floats add_pairs(Floats sums, Words a, Words b) {
   return sums;
 }
 
-/// In bfloat16, to nearest, ties to even; NaN stays one, and what is subnormal becomes 0.
-HKV_INLINE inline __m256i to_bfloats(Floats values) {
+#endif
+
+/// Stores in bfloat16, to nearest, ties to even; NaN stays one, and what is subnormal may become 0.
+HKV_INLINE inline void store_bfloats(Bfloat *to, Floats values) {
+#if HKV_HAS_PAIRS && !defined(HKV_EMULATED_AMX)
   __m256i rounded;
   asm("vcvtneps2bf16 %1, %0" : "=v"(rounded) : "v"(values));
-  return rounded;
-}
-
+  std::memcpy(to, &rounded, sizeof rounded);
+#else
+  for (int lane = 0; lane < kLanes; ++lane) round_to(values[lane], to[lane]);
 #endif
+}
 
 }  // namespace hkv

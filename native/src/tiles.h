@@ -13,8 +13,7 @@
 
 namespace hkv {
 
-constexpr int kTileRows = 6;  // queries whose sums fill the registers, with a panel's vectors
-#if defined(__AVX512F__) || defined(__aarch64__)
+#if defined(__AVX512F__) || defined(__aarch64__) || defined(HKV_EMULATED_AMX)
 constexpr int kWide = 4;  // vectors of a panel: there are 32 registers
 #else
 constexpr int kWide = 2;
@@ -31,6 +30,12 @@ struct InFloats {
   using Packed = float;  // what vectors of packed queries, keys, values and weights hold
   using Vector = Floats;
   static constexpr int kElements = 1;  // of a Packed
+  static constexpr int kRows = 6;      // queries of a group: with a panel's vectors their sums fill
+                                       // the registers
+  static constexpr int kStrip = 8;     // groups that share a panel in the first cache
+  static constexpr int kDepth = 1;     // Packed that are multiplied together: there are as many
+                                       // times some of queries, keys and values
+  static constexpr bool kRowMajor = false;  // queries of a group lie one after the other
 
   template <typename Element>
   static float pack(const Element *from, int64_t) {
@@ -55,10 +60,8 @@ struct InFloats {
   static Floats add(Floats sums, Floats a, float b) { return sums + a * b; }
 };
 
-#if HKV_HAS_PAIRS
-
-/// Arithmetic of tiles of bfloat16 in pairs, where `has_pairs`.
-struct InPairs {
+/// How bfloat16 lies in pairs.
+struct Pairs {
   using Packed = uint32_t;
   using Vector = Words;
   static constexpr int kElements = 2;
@@ -77,32 +80,43 @@ struct InPairs {
     return next == nullptr ? first : first | (Words)load_floats(next);
   }
   static void round(Floats values, uint32_t *to) {
-    const auto pairs = to_bfloats(values);
-    std::memcpy(to, &pairs, sizeof pairs);
+    store_bfloats(reinterpret_cast<Bfloat *>(to), values);
   }
   static Floats unpack(const uint32_t *from) {
     return load_floats(reinterpret_cast<const Bfloat *>(from));
   }
+};
+
+#if HKV_HAS_PAIRS
+
+/// Arithmetic of tiles of bfloat16 in pairs, where `has_pairs`.
+struct InPairs : Pairs {
+  static constexpr int kRows = 6, kStrip = 8, kDepth = 1;
+  static constexpr bool kRowMajor = false;
   static Floats add(Floats sums, Words a, uint32_t b) { return add_pairs(sums, a, b - Words{}); }
 };
 
 #endif
 
-/// How many Packed hold so many elements.
+/// How many Packed hold so many elements, in whole depths.
 template <typename In>
 int64_t packed(int64_t elements) {
-  return (elements + In::kElements - 1) / In::kElements;
+  constexpr int64_t kDeep = In::kElements * In::kDepth;
+  return (elements + kDeep - 1) / kDeep * In::kDepth;
 }
 
-/// A query [dim] as row `row` of a group [packed dim][kTileRows].
+/// A query [dim] as row `row` of a group, which is 0 there: [packed dim][kRows], or the other way
+/// round.
 template <typename In, typename Element>
 void pack_query(const Element *query, int64_t dim, typename In::Packed *group, int64_t row) {
-  for (int64_t d = 0; d < dim; d += In::kElements, group += kTileRows)
-    group[row] = In::pack(query + d, dim - d);
+  const int64_t step = In::kRowMajor ? 1 : In::kRows;
+  group += In::kRowMajor ? row * packed<In>(dim) : row;
+  for (int64_t d = 0; d < dim; d += In::kElements, group += step)
+    *group = In::pack(query + d, dim - d);
 }
 
-/// Keys [count, dim] as panels [packed dim][kPanel], one after the other; what is beyond `count`
-/// is 0.
+/// Keys [count, dim] as panels [packed dim][kPanel], one after the other; what is beyond `count` and
+/// `dim` is 0.
 template <typename In, typename Element>
 void pack_keys(const Element *keys, int64_t stride, int64_t dim, int64_t count,
                typename In::Packed *panels) {
@@ -121,14 +135,15 @@ void pack_keys(const Element *keys, int64_t stride, int64_t dim, int64_t count,
     for (int64_t row = 0; row < there; ++row)
       for (int64_t at = row < key ? whole : 0; at < width; ++at) {
         const int64_t d = at * In::kElements;
-        panels[at * kPanel + row] = In::pack(keys + (first + row) * stride + d, dim - d);
+        panels[at * kPanel + row] = d < dim ? In::pack(keys + (first + row) * stride + d, dim - d) : 0;
       }
     for (int64_t at = 0; there < kPanel && at < width; ++at)
       std::fill(panels + at * kPanel + there, panels + (at + 1) * kPanel, 0);
   }
 }
 
-/// Values [count, dim] as panels [packed kTileKeys][kPanel] of channels; those beyond `dim` are 0.
+/// Values [count, dim] as panels [packed kTileKeys][kPanel] of channels; those beyond `dim`, and
+/// values beyond `count` up to a whole depth, are 0.
 template <typename In, typename Element>
 void pack_values(const Element *values, int64_t stride, int64_t dim, int64_t count,
                  typename In::Packed *panels) {
@@ -144,47 +159,48 @@ void pack_values(const Element *values, int64_t stride, int64_t dim, int64_t cou
       for (; d < there; ++d) to[d] = In::join(row + d, later(d));
       std::fill(to + there, to + kPanel, 0);
     }
+    std::fill(to, panels + packed<In>(count) * kPanel, 0);
   }
 }
 
-/// Products of queries [width][kTileRows] with a panel of keys, to scores [kTileRows][kTileKeys].
+/// Products of a group of queries with a panel of keys, to scores [kRows][kTileKeys].
 template <typename In>
 HKV_INLINE inline void score_panel(const typename In::Packed *queries,
                                    const typename In::Packed *panel, int64_t width,
                                    float *scores) {
-  Floats sums[kTileRows][kWide] = {};
-  for (int64_t d = 0; d < width; ++d, queries += kTileRows, panel += kPanel) {
+  Floats sums[In::kRows][kWide] = {};
+  for (int64_t d = 0; d < width; ++d, queries += In::kRows, panel += kPanel) {
     typename In::Vector keys[kWide];
     unrolled<kWide>([&](auto i) { std::memcpy(&keys[i], panel + i * kLanes, sizeof keys[i]); });
-    unrolled<kTileRows>([&](auto row) {
+    unrolled<In::kRows>([&](auto row) {
       unrolled<kWide>([&](auto i) { sums[row][i] = In::add(sums[row][i], keys[i], queries[row]); });
     });
   }
-  unrolled<kTileRows>([&](auto row) {
+  unrolled<In::kRows>([&](auto row) {
     unrolled<kWide>(
         [&](auto i) { store_floats(scores + row * kTileKeys + i * kLanes, sums[row][i]); });
   });
 }
 
-/// Adds values [count][kPanel], weighted by weights [kTileRows][packed kTileKeys], to sums of a row
+/// Adds values [count][kPanel], weighted by weights [kRows][packed kTileKeys], to sums of a row
 /// each, `stride` apart.
 template <typename In>
 HKV_INLINE inline void add_panel(const typename In::Packed *weights,
                                  const typename In::Packed *panel, int64_t count, float *out,
                                  int64_t stride) {
   constexpr int64_t kStep = kTileKeys / In::kElements;
-  Floats sums[kTileRows][kWide];
-  unrolled<kTileRows>([&](auto row) {
+  Floats sums[In::kRows][kWide];
+  unrolled<In::kRows>([&](auto row) {
     unrolled<kWide>([&](auto i) { sums[row][i] = load_floats(out + row * stride + i * kLanes); });
   });
   for (int64_t key = 0; key < count; ++key, ++weights, panel += kPanel) {
     typename In::Vector values[kWide];
     unrolled<kWide>([&](auto i) { std::memcpy(&values[i], panel + i * kLanes, sizeof values[i]); });
-    unrolled<kTileRows>([&](auto row) {
+    unrolled<In::kRows>([&](auto row) {
       unrolled<kWide>([&](auto i) { sums[row][i] = In::add(sums[row][i], values[i], weights[row * kStep]); });
     });
   }
-  unrolled<kTileRows>([&](auto row) {
+  unrolled<In::kRows>([&](auto row) {
     unrolled<kWide>([&](auto i) { store_floats(out + row * stride + i * kLanes, sums[row][i]); });
   });
 }

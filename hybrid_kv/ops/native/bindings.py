@@ -18,7 +18,7 @@ from ctypes import (
     c_void_p,
 )
 
-ABI_VERSION = 27
+ABI_VERSION = 28
 OK = 0
 INVALID = 1
 NO_MEMORY = 2
@@ -46,6 +46,9 @@ LEVELS = 256
 BLOCK_KEYS = 16
 SKETCH_DIMS = 256
 KEY_BLOCK = 64
+FLOATS = 0
+PAIRS = 1
+AMX = 2
 NORM = 0
 NORM_ONCE = 1
 NORM_CENTRED = 2
@@ -176,7 +179,7 @@ class PromptStruct(Structure):
         ("listed", c_void_p),
         ("block", c_int64),
         ("positions", c_void_p),
-        ("pairs", c_int32),
+        ("arithmetic", c_int32),
     )
 
 
@@ -540,7 +543,7 @@ FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "hkv_graph_search": (c_int, [c_void_p, c_int32, POINTER(GraphHeadStruct),
         POINTER(GraphQueryStruct), c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p]),
     "hkv_graph_unpack": (c_int, [c_void_p, c_int32, c_int64, c_void_p, c_void_p]),
-    "hkv_has_pairs": (c_int, []),
+    "hkv_has_arithmetic": (c_int, [c_int32]),
     "hkv_isa": (c_char_p, []),
     "hkv_knn": (c_int, [c_void_p, POINTER(FlatHeadStruct), POINTER(KeysStruct), c_int64, c_int64,
         c_int32, c_void_p, c_void_p]),

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from ctypes import byref, c_int64
 from functools import cache, partial
 from time import perf_counter
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -18,6 +19,10 @@ from hybrid_kv.ops.native.bindings import PromptStruct
 from hybrid_kv.ops.native.library import Pool, find_engine
 from hybrid_kv.ops.native.rows import DTYPES, described
 from hybrid_kv.types import KEY_BLOCK, BlockMask, PartialAttention
+
+Arithmetic = Literal["floats", "pairs", "amx"]
+ARITHMETICS: tuple[Arithmetic, ...] = get_args(Arithmetic)
+"""In the order of their numbers in `hybrid_kv_attend.h`."""
 
 
 def attend_causal(
@@ -118,7 +123,7 @@ def attend_prompt(
     mask: BlockMask | None = None,
     positions: Tensor | None = None,
     block_masses: Tensor | None = None,
-    pairs: bool | None = None,
+    arithmetic: Arithmetic | None = None,
     pool: Pool | None = None,
     engine: ctypes.CDLL | None = None,
 ) -> PartialAttention:
@@ -139,8 +144,8 @@ def attend_prompt(
         block_masses: [B, Hq, T, N // KEY_BLOCK] float32 contiguous, which gets the softmax weights
             that each key block got from each token; None where nobody asks. Then nothing else is
             computed: out is empty.
-        pairs: whether bfloat16 is multiplied in pairs and weights are rounded to it, or all is
-            computed in float32; None: what is faster here.
+        arithmetic: how products are computed: in float32, or of bfloat16 in pairs, to which
+            weights are rounded; None: what is fastest here.
 
     Returns:
         out [B, Hq, T, Dv] in the dtype of the queries, lse [B, Hq, T] float32.
@@ -169,15 +174,16 @@ def attend_prompt(
     if positions is not None:
         positions = _checked("positions", positions.contiguous(), (tokens,), torch.int64)
     listed = None if mask is None else _listed(mask, (batch, heads, tokens, count))
-    if pairs is None:
-        pairs = queries.dtype == keys.dtype == torch.bfloat16 and pairs_serve(engine, dim)
+    if arithmetic is None:
+        narrow = queries.dtype == keys.dtype == torch.bfloat16
+        arithmetic = fastest_arithmetic(engine, dim) if narrow else "floats"
     asked = PromptStruct(
         *(queries.data_ptr(), (c_int64 * 3)(*queries.stride()[:3]), tokens),
         *(num_heads // max(1, heads) or 1, window or 0, DTYPES[queries.dtype], causal),
         None if listed is None else listed.data_ptr(),
         0 if mask is None else mask.tokens,
         None if positions is None else positions.data_ptr(),
-        pairs,
+        ARITHMETICS.index(arithmetic),
     )
     width = 0 if block_masses is not None else values.shape[3]
     out = queries.new_empty((batch, num_heads, tokens, width))
@@ -193,15 +199,16 @@ def attend_prompt(
 
 
 @cache
-def pairs_serve(engine: ctypes.CDLL, dim: int) -> bool:
-    """Whether tiles in pairs are faster here than those in float32; measured once, in 3 ms."""
-    if not engine.hkv_has_pairs():
-        return False
+def fastest_arithmetic(engine: ctypes.CDLL, dim: int) -> Arithmetic:
+    """How tiles of bfloat16 are multiplied fastest here; measured once, in 3 ms."""
+    there = [one for one in ARITHMETICS if engine.hkv_has_arithmetic(ARITHMETICS.index(one))]
+    if len(there) == 1:
+        return there[0]
     q, k = (torch.ones(1, 1, n, dim, dtype=torch.bfloat16) for n in (256, 1024))
     attend = partial(attend_prompt, q, k, k, scale=0.1, causal=False, engine=engine)
-    seconds = [least_seconds(partial(attend, pairs=pairs)) for pairs in (True, False)]
-    faster: bool = library.trials.agree(("pairs", dim), seconds[0] < seconds[1])
-    return faster
+    seconds = {one: least_seconds(partial(attend, arithmetic=one)) for one in there}
+    fastest: Arithmetic = library.trials.agree(("arithmetic", dim), min(there, key=seconds.__getitem__))
+    return fastest
 
 
 def least_seconds(call: Callable[[], object], clock: Callable[[], float] = perf_counter) -> float:

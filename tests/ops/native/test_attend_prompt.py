@@ -15,16 +15,18 @@ from hybrid_kv.errors import ConfigError, ShapeError
 from hybrid_kv.masses import causal_masses
 from hybrid_kv.ops import Ops, reference
 from hybrid_kv.ops.native.library import Pool
-from hybrid_kv.ops.native.prompt import attend_prompt
+from hybrid_kv.ops.native.prompt import ARITHMETICS, Arithmetic, attend_prompt
 from hybrid_kv.types import KEY_BLOCK, BlockMask
 from tests.ops.native.scan_data import pool_of, strided
 from tests.oracle import causal, softmax_attention, spread
 from tests.tolerances import TOLERANCES, Tolerance
 
 
-def arithmetics(engine: ctypes.CDLL, dtype: torch.dtype) -> list[bool]:
-    """Whether tiles multiply in pairs: what there is on this CPU."""
-    return [False, True] if dtype == torch.bfloat16 and engine.hkv_has_pairs() else [False]
+def arithmetics(engine: ctypes.CDLL, dtype: torch.dtype) -> list[Arithmetic]:
+    """How tiles of a dtype are multiplied on this CPU."""
+    if dtype != torch.bfloat16:
+        return ["floats"]
+    return [one for i, one in enumerate(ARITHMETICS) if engine.hkv_has_arithmetic(i)]
 
 
 FLOATS: Tolerance = {"rtol": 1e-5, "atol": 1e-5}
@@ -47,7 +49,7 @@ def check(
         for _ in range(2)
     )
     attend = partial(attend_prompt, q, k, v, scale=0.3, pool=pool, engine=engine, **options)
-    parts = [attend(pairs=pairs) for pairs in arithmetics(engine, dtype)]
+    parts = [attend(arithmetic=one) for one in arithmetics(engine, dtype)]
     window, everything = options.pop("window", None), not options.pop("causal", True)
     seen = None if everything else causal(new, stored, window)
     k, v = spread(k, query_heads), spread(v, query_heads)
@@ -182,27 +184,30 @@ def test_what_does_not_fit_is_refused(engine: ctypes.CDLL) -> None:
         attend_prompt(q.double(), k, k, scale=1.0, engine=engine)
 
 
-def test_pairs_are_of_bfloat16_where_the_cpu_has_them(engine: ctypes.CDLL) -> None:
+@pytest.mark.parametrize("arithmetic", ["pairs", "amx"])
+def test_pairs_are_of_bfloat16_where_the_cpu_has_them(
+    engine: ctypes.CDLL, arithmetic: Arithmetic
+) -> None:
     q = torch.randn(1, 2, 5, 8)
-    reason = "pairs are of bfloat16" if engine.hkv_has_pairs() else "does not multiply pairs"
-    with pytest.raises(ConfigError, match=reason):
-        attend_prompt(q, q, q, scale=1.0, pairs=True, engine=engine)
-    with pytest.raises(ConfigError, match=reason):
-        attend_prompt(q, q.bfloat16(), q.bfloat16(), scale=1.0, pairs=True, engine=engine)
+    has = arithmetic in arithmetics(engine, torch.bfloat16)
+    reason = "pairs are of bfloat16" if has else "does not multiply pairs of bfloat16 so"
+    for k in (q, q.bfloat16()):
+        with pytest.raises(ConfigError, match=reason):
+            attend_prompt(q, k, k, scale=1.0, arithmetic=arithmetic, engine=engine)
 
 
 def test_pairs_keep_what_is_not_a_number_visible(engine: ctypes.CDLL) -> None:
-    for pairs in arithmetics(engine, torch.bfloat16):
+    for arithmetic in arithmetics(engine, torch.bfloat16):
         for strange in (torch.nan, torch.inf):
             q, k, v = (torch.randn(1, 2, 100, 16).bfloat16() for _ in range(3))
             v[0, 1, 60] = strange
             masses = torch.empty(1, 2, 100)
-            part = attend_prompt(q, k, v, scale=0.3, masses=masses, pairs=pairs, engine=engine)
+            part = attend_prompt(q, k, v, scale=0.3, masses=masses, arithmetic=arithmetic, engine=engine)
             assert not part.out[0, 1, 60:].isfinite().any()
             assert part.out[0, 0].isfinite().all()
             assert masses.isfinite().all()
             k[0, 1, 60] = torch.nan
-            part = attend_prompt(q, k, v, scale=0.3, masses=masses, pairs=pairs, engine=engine)
+            part = attend_prompt(q, k, v, scale=0.3, masses=masses, arithmetic=arithmetic, engine=engine)
             assert part.lse[0, 1, 60:].isnan().all()
             assert part.lse[0, 1, :60].isfinite().all()
             assert masses[0, 1].isnan().any()
@@ -296,10 +301,10 @@ def test_masses_are_what_every_entry_got(
 def test_masses_of_bfloat16(engine: ctypes.CDLL) -> None:
     q, k = torch.randn(2, 6, 300, 24).bfloat16(), torch.randn(2, 2, 411, 24).bfloat16()
     right = torch.stack([causal_masses(q[i], k[i], scale=0.3) for i in range(2)])
-    for pairs in arithmetics(engine, torch.bfloat16):
+    for arithmetic in arithmetics(engine, torch.bfloat16):
         masses = torch.full((2, 6, 411), torch.nan)
-        attend_prompt(q, k, k, scale=0.3, masses=masses, pairs=pairs, engine=engine)
-        torch.testing.assert_close(masses, right, rtol=4e-3 if pairs else 1e-4, atol=1e-5)
+        attend_prompt(q, k, k, scale=0.3, masses=masses, arithmetic=arithmetic, engine=engine)
+        torch.testing.assert_close(masses, right, rtol=1e-4 if arithmetic == "floats" else 4e-3, atol=1e-5)
 
 
 def test_threads_give_the_same_masses(engine: ctypes.CDLL) -> None:
@@ -386,8 +391,8 @@ def test_threads_and_dtypes_of_a_mask(
     tensors, mask, _ = masked((6, 2, 300, 500), 96)
     q, k, v = (tensor.to(dtype) for tensor in tensors)
     defined = reference.attend_blocks(q, k, v, mask, scale=0.3)
-    for pairs in arithmetics(engine, dtype):
-        attend = partial(attend_prompt, q, k, v, scale=0.3, mask=mask, pairs=pairs, engine=engine)
+    for arithmetic in arithmetics(engine, dtype):
+        attend = partial(attend_prompt, q, k, v, scale=0.3, mask=mask, arithmetic=arithmetic, engine=engine)
         alone = attend()
         with pool_of(engine, 3) as pool:
             shared = attend(pool=pool)
