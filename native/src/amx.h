@@ -1,13 +1,13 @@
 // Products of tiles of bfloat16 by AMX, summed in float32. The library for AVX-512 has them and runs on
 // CPUs without them too: ask `has_amx` first. Under HKV_EMULATED_AMX, which tests define, tiles lie in
-// memory and plain loops multiply them, on every CPU.
+// memory and plain loops multiply them, on every CPU with AVX2.
 #pragma once
 
 #include <algorithm>
 
 #include "convert.h"
 
-#if defined(HKV_EMULATED_AMX) || \
+#if (defined(HKV_EMULATED_AMX) && defined(__AVX2__)) || \
     (defined(__AVX512F__) && defined(__linux__) && (defined(__clang__) || __GNUC__ >= 11))
 #define HKV_HAS_AMX 1
 #else

@@ -34,7 +34,7 @@ struct Prompt {
 
   int64_t tokens_of_block() const {
     if (asked.listed != nullptr) return asked.block;
-    int64_t rows = kBlockRows;
+    int64_t rows = asked.arithmetic == HKV_AMX ? 2 * kBlockRows : kBlockRows;  // whose cache is larger
     if (masses != nullptr) {
       const int64_t kept = kKeptWeights / std::max<int64_t>(1, kv.keys.count);
       rows = std::min(rows, std::max<int64_t>(kLeastRows, kept));
@@ -190,8 +190,7 @@ class Block {
     for (int64_t group = from; group < to; ++group) {
       if (!kept_.empty()) kept_.back().seen[static_cast<size_t>(group)] = seen[group - from];
       if (seen[group - from].first == seen[group - from].last) continue;
-      weigh(prompt, group, seen[group - from], scores_of(group, from), at);
-      if (reads_values_) round_weights(seen[group - from], group, from);
+      weigh(prompt, group, from, seen[group - from], at);
     }
     for (int64_t panel = 0; prompt.out != nullptr && panel * kPanel < value_dim_; ++panel)
       for (int64_t group = from; group < to; ++group) {
@@ -205,37 +204,32 @@ class Block {
       }
   }
 
-  /// Scores of a group become weights, and its sums smaller where a larger logit has come.
-  void weigh(const Prompt &prompt, int64_t group, const Seen &seen, float *scores, int64_t at) {
+  /// Scores of a group become weights, in whole panels, and its sums smaller where a larger logit has
+  /// come.
+  void weigh(const Prompt &prompt, int64_t group, int64_t strip, const Seen &seen, int64_t at) {
     const int64_t first = seen.first / kPanel * kPanel, last = in_panels(seen.last);
+    const bool keeps_floats = In::kElements == 1 || prompt.block_masses != nullptr;
     for (int64_t i = 0; i < kRows; ++i) {
       const int64_t row = group * kRows + i;
-      float *own = scores + i * kTileKeys;
+      float *own = scores_of(group, strip) + i * kTileKeys;
+      Packed *to_multiply = weights_of(group, strip) + i * kPackedKeys;
       Seen mine{0, 0};
       if (row < rows_) mine = token_seen(prompt, row);
       const int64_t from = std::max(first, mine.first - at), to = std::min(last, mine.last - at);
       if (row >= rows_ || from >= to) {
-        std::fill(own + first, own + last, 0.0f);
+        std::fill(to_multiply + first / In::kElements, to_multiply + last / In::kElements, 0);
         continue;
       }
       const float shrink = softmax_[static_cast<size_t>(row)].take(
-          own, first, last, from, to, prompt.scale, prompt.softcap);
+          own, first, last, from, to, prompt.scale, prompt.softcap,
+          [&](int64_t key, Floats weights) HKV_INLINE {
+            if (keeps_floats) store_floats(own + key, weights);
+            if constexpr (In::kElements > 1) In::round(weights, to_multiply + key / In::kElements);
+          });
       if (prompt.block_masses != nullptr) add_to_blocks(prompt, row, shrink, own, first, last, at);
       float *sums = sums_of(row);
       for (int64_t d = 0; shrink != 1.0f && d < padded_; d += kLanes)
         store_floats(sums + d, load_floats(sums + d) * shrink);
-    }
-  }
-
-  /// Weights of a group as they are multiplied with values: whole panels, 0 where a row sees none.
-  void round_weights(const Seen &seen, int64_t group, int64_t from) {
-    if (In::kElements == 1) return;
-    const int64_t first = seen.first / kPanel * kPanel, last = in_panels(seen.last);
-    for (int64_t i = 0; i < kRows; ++i) {
-      const float *own = scores_of(group, from) + i * kTileKeys;
-      Packed *to = weights_of(group, from) + i * kPackedKeys;
-      for (int64_t key = first; key < last; key += kLanes)
-        In::round(load_floats(own + key), to + key / In::kElements);
     }
   }
 
@@ -268,7 +262,7 @@ class Block {
       const int64_t blocks = prompt.kv.keys.count / HKV_KEY_BLOCK;
       for (int64_t i = 0; prompt.block_masses != nullptr && i < blocks; ++i)
         prompt.block_masses[to * blocks + i] /= softmax.total;
-      prompt.lse[to] = empty ? kNoLogit : softmax.largest + std::log(softmax.total);
+      prompt.lse[to] = empty ? kNoLogit : softmax.lse();
     }
   }
 
@@ -297,7 +291,7 @@ class Block {
       const Kept &kept = kept_[static_cast<size_t>(number)];
       // 0 where the row had seen nothing by then; what is not a number stays so.
       for (size_t row = 0; row < shrink.size(); row += kLanes)
-        store(&shrink[row], exp_of_negative(load_floats(&kept.largest[row]) - load_floats(&last[row])));
+        store(&shrink[row], exp2_of_negative(load_floats(&kept.largest[row]) - load_floats(&last[row])));
       for (size_t row = 0; row < static_cast<size_t>(rows_); ++row) {
         const float total = softmax_[row].total;
         shrink[row] = total == 0.0f ? 0.0f : shrink[row] / total;

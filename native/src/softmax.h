@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "convert.h"
+#include "unrolled.h"
 
 namespace hkv {
 
@@ -38,6 +39,62 @@ inline Floats exp_of_negative(Floats x) {
   const Floats power = (Floats)((n + 127) << 23);
   const Floats result = p * power;
   return tiny ? Floats{} : result;
+}
+
+/// 2 to the power of values up to about 0, to about an ulp; 0 where float32 would become subnormal.
+/// Cheaper than `exp_of_negative`, whose factor a caller has in its scale.
+inline Floats exp2_of_negative(Floats x) {
+  const Floats lowest = Floats{} - 126.0f;
+#if defined(__AVX512F__)
+  const Floats whole = (Floats)_mm512_maskz_roundscale_ps(0xffff, x, _MM_FROUND_TO_NEAREST_INT);
+#else
+  const Ints tiny = x < lowest;
+  x = tiny ? lowest : x;
+  const Ints n = __builtin_convertvector(x - 0.5f, Ints);  // towards zero: rounds x <= 0 to nearest
+  const Floats whole = __builtin_convertvector(n, Floats);
+#endif
+  const Floats part = x - whole;  // in [-1/2, 1/2], exactly; a minimax polynomial there
+  Floats p = part * 1.3264727313e-3f + 9.6715129912e-3f;
+  p = p * part + 5.5507335812e-2f;
+  p = p * part + 2.4022242427e-1f;
+  p = p * part + 6.9314700365e-1f;
+  p = p * part + 1.0f;
+#if defined(__AVX512F__)
+  const __mmask16 large = _mm512_cmp_ps_mask(x, lowest, _CMP_NLT_UQ);  // NaN is no less
+  return (Floats)_mm512_maskz_scalef_ps(large, p, whole);
+#else
+  const Floats result = p * (Floats)((n + 127) << 23);
+  return tiny ? Floats{} : result;
+#endif
+}
+
+/// The larger of each lane, and `b` where `a` is NaN.
+inline Floats larger(Floats a, Floats b) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_maskz_max_ps(0xffff, a, b);
+#elif defined(__AVX2__)
+  return (Floats)_mm256_max_ps(a, b);
+#else
+  return a > b ? a : b;
+#endif
+}
+
+/// What `join` makes of all lanes.
+template <typename Join>
+HKV_INLINE inline float joined_lanes(Floats values, const Join &join) {
+#if defined(__AVX512F__)
+  values = join(values, (Floats)_mm512_maskz_shuffle_f32x4(0xffff, values, values, 0x4e));
+  values = join(values, (Floats)_mm512_maskz_shuffle_f32x4(0xffff, values, values, 0xb1));
+  values = join(values, (Floats)_mm512_maskz_permute_ps(0xffff, values, 0x4e));
+  return join(values, (Floats)_mm512_maskz_permute_ps(0xffff, values, 0xb1))[0];
+#else
+  for (int step = kLanes / 2; step > 0; step /= 2) {
+    float lanes[2 * kLanes] = {};
+    std::memcpy(lanes, &values, sizeof values);
+    values = join(values, load_floats(lanes + step));
+  }
+  return values[0];
+#endif
 }
 
 /// As many values as whole vectors hold.

@@ -54,8 +54,6 @@ struct InFloats {
   static Floats join_vector(const Element *row, const Element *) {
     return load_floats(row);
   }
-  /// kLanes weights, rounded and back.
-  static void round(Floats values, float *to) { store(to, values); }
   static Floats unpack(const float *from) { return load_floats(from); }
   static Floats add(Floats sums, Floats a, float b) { return sums + a * b; }
 };
@@ -79,6 +77,7 @@ struct Pairs {
     const Words first = (Words)load_floats(row) >> 16;
     return next == nullptr ? first : first | (Words)load_floats(next);
   }
+  /// kLanes weights, rounded.
   static void round(Floats values, uint32_t *to) {
     store_bfloats(reinterpret_cast<Bfloat *>(to), values);
   }
@@ -213,41 +212,43 @@ inline Floats soft_capped(Floats x, float softcap) {
   return sized > 0.0f ? size : -size;
 }
 
-/// The softmax of one query over its tiles: the largest logit so far, and the sum of the weights.
+/// The softmax of one query over its tiles: the largest logit so far, times log2(e), and the sum of the
+/// weights.
 struct RunningSoftmax {
   float largest = kNoLogit, total = 0.0f;
 
-  /// Scores [first, last) become weights; those outside [from, to) are not seen and get 0.
-  /// Returns what earlier weights are to be multiplied by.
+  float lse() const { return (largest + std::log2(total)) * 0.693147180559945309f; }
+
+  /// Gives `store` the weights of scores [first, last) in vectors; those outside [from, to) are not
+  /// seen and get 0. Scores are overwritten. Returns what earlier weights are to be multiplied by.
+  template <typename Store>
   HKV_INLINE float take(float *scores, int64_t first, int64_t last, int64_t from, int64_t to,
-                        float scale, float softcap) {
-    Floats most = Floats{} + kNoLogit;
-    for (int64_t at = first; at < last; at += kLanes) {
-      Floats logits = load_floats(scores + at) * scale;
-      if (softcap > 0.0f) logits = soft_capped(logits, softcap);
-      store_floats(scores + at, logits);
-      most = logits > most ? logits : most;
-    }
-    if (from > first || to < last) {
-      std::fill(scores + first, scores + from, kNoLogit);
-      std::fill(scores + to, scores + last, kNoLogit);
-      most = Floats{} + kNoLogit;
+                        float scale, float softcap, const Store &store) {
+    float factor = 1.44269504088896341f;  // log2(e)
+    if (softcap > 0.0f || !(scale > 0.0f)) {
       for (int64_t at = first; at < last; at += kLanes) {
-        const Floats logits = load_floats(scores + at);
-        most = logits > most ? logits : most;
+        const Floats logits = load_floats(scores + at) * scale;
+        store_floats(scores + at, softcap > 0.0f ? soft_capped(logits, softcap) : logits);
       }
+    } else {
+      factor *= scale;
     }
-    float now = largest;
-    for (int lane = 0; lane < kLanes; ++lane) now = std::max(now, most[lane]);
+    std::fill(scores + first, scores + from, kNoLogit);
+    std::fill(scores + to, scores + last, kNoLogit);
+    Floats most[kWide];  // several: each waits for its last
+    unrolled<kWide>([&](auto i) { most[i] = Floats{} + kNoLogit; });
+    for (int64_t at = first; at < last; at += kPanel)
+      unrolled<kWide>([&](auto i) { most[i] = larger(load_floats(scores + at + i * kLanes), most[i]); });
+    unrolled<kWide>([&](auto i) { most[0] = larger(most[i], most[0]); });
+    const float now = std::max(largest, joined_lanes(most[0], larger) * factor);
     Floats sums{};
     for (int64_t at = first; at < last; at += kLanes) {
-      const Floats weights = exp_of_negative(load_floats(scores + at) - now);
-      store_floats(scores + at, weights);
+      const Floats weights = exp2_of_negative(load_floats(scores + at) * factor - now);
+      store(at, weights);
       sums += weights;
     }
-    const float shrink = now > largest ? std::exp(largest - now) : 1.0f;
-    total *= shrink;
-    for (int lane = 0; lane < kLanes; ++lane) total += sums[lane];
+    const float shrink = now > largest ? exp2_of_negative(Floats{} + (largest - now))[0] : 1.0f;
+    total = total * shrink + joined_lanes(sums, [](Floats a, Floats b) { return a + b; });
     largest = now;
     return shrink;
   }

@@ -23,7 +23,8 @@ std::vector<float> floats_of(const Rows &rows) {
 
 /// Whether the definition, in double precision, gives each query's out and lse. In pairs of bfloat16
 /// weights are rounded, and so are queries here and what comes out.
-void check_case(const Case &c, hkv_pool *pool, bool pairs) {
+void check_case(const Case &c, hkv_pool *pool, int32_t arithmetic) {
+  const bool pairs = arithmetic != HKV_FLOATS;
   const Rows keys(random_floats(c.count * c.dim, 1), c.dim, c.dtype, 3);
   const Rows values(random_floats(c.count * c.value_dim, 2), c.value_dim, c.dtype, 1);
   const int32_t dtype = pairs ? HKV_BF16 : HKV_F32;
@@ -31,7 +32,7 @@ void check_case(const Case &c, hkv_pool *pool, bool pairs) {
   const hkv_kv kv = kv_of(keys, values);
   const int64_t stride = queries.keys().stride;
   const hkv_prompt asked{queries.keys().data, {0, c.tokens * stride, stride}, c.tokens, c.group,
-                         c.window, dtype, c.causal, nullptr, 0, nullptr, pairs};
+                         c.window, dtype, c.causal, nullptr, 0, nullptr, arithmetic};
   std::vector<uint16_t> narrow(static_cast<size_t>(c.group * c.tokens * c.value_dim), 0xffff);
   std::vector<float> out(static_cast<size_t>(c.group * c.tokens * c.value_dim), -7.0f);
   std::vector<float> lse(static_cast<size_t>(c.group * c.tokens), -7.0f);
@@ -79,8 +80,9 @@ void check_case(const Case &c, hkv_pool *pool, bool pairs) {
 }
 
 void check_case(const Case &c, hkv_pool *pool = nullptr) {
-  check_case(c, pool, false);
-  if (c.dtype == HKV_BF16 && hkv_has_pairs() != 0) check_case(c, pool, true);
+  for (const int32_t arithmetic : {HKV_FLOATS, HKV_PAIRS, HKV_AMX})
+    if (arithmetic == HKV_FLOATS || (c.dtype == HKV_BF16 && hkv_has_arithmetic(arithmetic) != 0))
+      check_case(c, pool, arithmetic);
 }
 
 }  // namespace
@@ -126,14 +128,16 @@ CLAIM(what_is_hidden_is_not_read) {
 CLAIM(pairs_are_of_bfloat16_where_the_cpu_has_them) {
   const Rows floats(random_floats(9 * 8, 1), 8), narrow(random_floats(9 * 8, 1), 8, HKV_BF16);
   std::vector<float> out(9 * 8), lse(9);
-  for (const Rows *keys : {&floats, &narrow})
-    for (const Rows *queries : {&floats, &narrow}) {
+  for (int number = 0; number < 8; ++number) {
+      const Rows *keys = number % 2 == 0 ? &floats : &narrow;
+      const Rows *queries = number / 2 % 2 == 0 ? &floats : &narrow;
+      const int32_t arithmetic = number < 4 ? HKV_PAIRS : HKV_AMX;
       const hkv_kv kv = kv_of(*keys, *keys);
       const hkv_keys asks = queries->keys();
-      const hkv_prompt asked{asks.data, {0, 9 * 8, 8}, 9, 1, 0, asks.dtype, 1, nullptr, 0, nullptr, 1};
+      const hkv_prompt asked{asks.data, {0, 9 * 8, 8}, 9, 1, 0, asks.dtype, 1, nullptr, 0, nullptr, arithmetic};
       const int status = hkv_attend_prompt(nullptr, 1, 1, &kv, &asked, 1.0f, 0.0f, out.data(),
                                            lse.data(), nullptr, nullptr);
-      const bool fits = keys == &narrow && queries == &narrow && hkv_has_pairs() != 0;
+      const bool fits = keys == &narrow && queries == &narrow && hkv_has_arithmetic(arithmetic) != 0;
       CHECK((status == HKV_OK) == fits);
     }
 }

@@ -207,7 +207,9 @@ def fastest_arithmetic(engine: ctypes.CDLL, dim: int) -> Arithmetic:
     q, k = (torch.ones(1, 1, n, dim, dtype=torch.bfloat16) for n in (256, 1024))
     attend = partial(attend_prompt, q, k, k, scale=0.1, causal=False, engine=engine)
     seconds = {one: least_seconds(partial(attend, arithmetic=one)) for one in there}
-    fastest: Arithmetic = library.trials.agree(("arithmetic", dim), min(there, key=seconds.__getitem__))
+    fastest: Arithmetic = library.trials.agree(
+        ("arithmetic", dim), min(there, key=seconds.__getitem__)
+    )
     return fastest
 
 

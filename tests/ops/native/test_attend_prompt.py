@@ -202,15 +202,40 @@ def test_pairs_keep_what_is_not_a_number_visible(engine: ctypes.CDLL) -> None:
             q, k, v = (torch.randn(1, 2, 100, 16).bfloat16() for _ in range(3))
             v[0, 1, 60] = strange
             masses = torch.empty(1, 2, 100)
-            part = attend_prompt(q, k, v, scale=0.3, masses=masses, arithmetic=arithmetic, engine=engine)
+            part = attend_prompt(
+                q, k, v, scale=0.3, masses=masses, arithmetic=arithmetic, engine=engine
+            )
             assert not part.out[0, 1, 60:].isfinite().any()
             assert part.out[0, 0].isfinite().all()
             assert masses.isfinite().all()
             k[0, 1, 60] = torch.nan
-            part = attend_prompt(q, k, v, scale=0.3, masses=masses, arithmetic=arithmetic, engine=engine)
+            part = attend_prompt(
+                q, k, v, scale=0.3, masses=masses, arithmetic=arithmetic, engine=engine
+            )
             assert part.lse[0, 1, 60:].isnan().all()
             assert part.lse[0, 1, :60].isfinite().all()
             assert masses[0, 1].isnan().any()
+
+
+def test_what_an_earlier_call_left_has_no_effect(engine: ctypes.CDLL) -> None:
+    for arithmetic in arithmetics(engine, torch.bfloat16):
+        attend = partial(attend_prompt, scale=0.3, arithmetic=arithmetic, engine=engine)
+        q, k = (torch.randn(1, 1, n, 20).bfloat16() for n in (9, 75))
+        right = attend(q, k, k).out
+        wide = torch.full((1, 1, 300, 128), torch.nan, dtype=torch.bfloat16)
+        assert attend(wide, wide, wide).out.isnan().all()
+        assert torch.equal(attend(q, k, k).out, right)
+
+
+def test_torchs_products_and_tiles_do_not_disturb_each_other(engine: ctypes.CDLL) -> None:
+    q = torch.randn(1, 2, 300, 64).bfloat16()
+    right = [q @ q.mT, torch.nn.functional.scaled_dot_product_attention(q, q, q)]
+    for arithmetic in arithmetics(engine, torch.bfloat16):
+        part = attend_prompt(q, q, q, scale=0.3, arithmetic=arithmetic, engine=engine)
+        found = [q @ q.mT, torch.nn.functional.scaled_dot_product_attention(q, q, q)]
+        assert all(map(torch.equal, found, right))
+        again = attend_prompt(q, q, q, scale=0.3, arithmetic=arithmetic, engine=engine)
+        assert torch.equal(part.out, again.out)
 
 
 # The choice between tiles and torch's kernel ------------------------------------------------------
@@ -304,7 +329,9 @@ def test_masses_of_bfloat16(engine: ctypes.CDLL) -> None:
     for arithmetic in arithmetics(engine, torch.bfloat16):
         masses = torch.full((2, 6, 411), torch.nan)
         attend_prompt(q, k, k, scale=0.3, masses=masses, arithmetic=arithmetic, engine=engine)
-        torch.testing.assert_close(masses, right, rtol=1e-4 if arithmetic == "floats" else 4e-3, atol=1e-5)
+        torch.testing.assert_close(
+            masses, right, rtol=1e-4 if arithmetic == "floats" else 4e-3, atol=1e-5
+        )
 
 
 def test_threads_give_the_same_masses(engine: ctypes.CDLL) -> None:
@@ -392,7 +419,9 @@ def test_threads_and_dtypes_of_a_mask(
     q, k, v = (tensor.to(dtype) for tensor in tensors)
     defined = reference.attend_blocks(q, k, v, mask, scale=0.3)
     for arithmetic in arithmetics(engine, dtype):
-        attend = partial(attend_prompt, q, k, v, scale=0.3, mask=mask, arithmetic=arithmetic, engine=engine)
+        attend = partial(
+            attend_prompt, q, k, v, scale=0.3, mask=mask, arithmetic=arithmetic, engine=engine
+        )
         alone = attend()
         with pool_of(engine, 3) as pool:
             shared = attend(pool=pool)
