@@ -7,7 +7,6 @@ from collections.abc import Callable
 from ctypes import byref, c_int64
 from functools import cache, partial
 from time import perf_counter
-from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -15,14 +14,10 @@ from torch import Tensor
 from hybrid_kv.errors import ConfigError, ShapeError
 from hybrid_kv.ops.native import library
 from hybrid_kv.ops.native.attend import ROW_QUERIES, Visible, attend_rows, merge
-from hybrid_kv.ops.native.bindings import PromptStruct
+from hybrid_kv.ops.native.bindings import AMX, FLOATS, PAIRS, PromptStruct
 from hybrid_kv.ops.native.library import Pool, find_engine
 from hybrid_kv.ops.native.rows import DTYPES, described
 from hybrid_kv.types import KEY_BLOCK, BlockMask, PartialAttention
-
-Arithmetic = Literal["floats", "pairs", "amx"]
-ARITHMETICS: tuple[Arithmetic, ...] = get_args(Arithmetic)
-"""In the order of their numbers in `hybrid_kv_attend.h`."""
 
 
 def attend_causal(
@@ -123,7 +118,7 @@ def attend_prompt(
     mask: BlockMask | None = None,
     positions: Tensor | None = None,
     block_masses: Tensor | None = None,
-    arithmetic: Arithmetic | None = None,
+    arithmetic: int | None = None,
     pool: Pool | None = None,
     engine: ctypes.CDLL | None = None,
 ) -> PartialAttention:
@@ -144,8 +139,7 @@ def attend_prompt(
         block_masses: [B, Hq, T, N // KEY_BLOCK] float32 contiguous, which gets the softmax weights
             that each key block got from each token; None where nobody asks. Then nothing else is
             computed: out is empty.
-        arithmetic: how products are computed: in float32, or of bfloat16 in pairs, to which
-            weights are rounded; None: what is fastest here.
+        arithmetic: FLOATS, or of bfloat16 PAIRS or AMX, which round weights; None: the fastest.
 
     Returns:
         out [B, Hq, T, Dv] in the dtype of the queries, lse [B, Hq, T] float32.
@@ -176,14 +170,14 @@ def attend_prompt(
     listed = None if mask is None else _listed(mask, (batch, heads, tokens, count))
     if arithmetic is None:
         narrow = queries.dtype == keys.dtype == torch.bfloat16
-        arithmetic = fastest_arithmetic(engine, dim) if narrow else "floats"
+        arithmetic = fastest_arithmetic(engine, dim) if narrow else FLOATS
     asked = PromptStruct(
         *(queries.data_ptr(), (c_int64 * 3)(*queries.stride()[:3]), tokens),
         *(num_heads // max(1, heads) or 1, window or 0, DTYPES[queries.dtype], causal),
         None if listed is None else listed.data_ptr(),
         0 if mask is None else mask.tokens,
         None if positions is None else positions.data_ptr(),
-        ARITHMETICS.index(arithmetic),
+        arithmetic,
     )
     width = 0 if block_masses is not None else values.shape[3]
     out = queries.new_empty((batch, num_heads, tokens, width))
@@ -199,18 +193,15 @@ def attend_prompt(
 
 
 @cache
-def fastest_arithmetic(engine: ctypes.CDLL, dim: int) -> Arithmetic:
-    """How tiles of bfloat16 are multiplied fastest here; measured once, in 3 ms."""
-    there = [one for one in ARITHMETICS if engine.hkv_has_arithmetic(ARITHMETICS.index(one))]
+def fastest_arithmetic(engine: ctypes.CDLL, dim: int) -> int:
+    """The arithmetic in which tiles of bfloat16 are fastest here; measured once, in 3 ms."""
+    there = list(filter(engine.hkv_has_arithmetic, (FLOATS, PAIRS, AMX)))
     if len(there) == 1:
-        return there[0]
+        return FLOATS
     q, k = (torch.ones(1, 1, n, dim, dtype=torch.bfloat16) for n in (256, 1024))
     attend = partial(attend_prompt, q, k, k, scale=0.1, causal=False, engine=engine)
-    seconds = {one: least_seconds(partial(attend, arithmetic=one)) for one in there}
-    fastest: Arithmetic = library.trials.agree(
-        ("arithmetic", dim), min(there, key=seconds.__getitem__)
-    )
-    return fastest
+    seconds = [least_seconds(partial(attend, arithmetic=one)) for one in there]
+    return int(library.trials.agree(("arithmetic", dim), there[seconds.index(min(seconds))]))
 
 
 def least_seconds(call: Callable[[], object], clock: Callable[[], float] = perf_counter) -> float:

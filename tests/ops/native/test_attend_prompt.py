@@ -14,22 +14,22 @@ import hybrid_kv.ops.native.prompt as engine_prompt
 from hybrid_kv.errors import ConfigError, ShapeError
 from hybrid_kv.masses import causal_masses
 from hybrid_kv.ops import Ops, reference
+from hybrid_kv.ops.native.bindings import AMX, FLOATS, PAIRS
 from hybrid_kv.ops.native.library import Pool
-from hybrid_kv.ops.native.prompt import ARITHMETICS, Arithmetic, attend_prompt
+from hybrid_kv.ops.native.prompt import attend_prompt
 from hybrid_kv.types import KEY_BLOCK, BlockMask
 from tests.ops.native.scan_data import pool_of, strided
 from tests.oracle import causal, softmax_attention, spread
 from tests.tolerances import TOLERANCES, Tolerance
 
 
-def arithmetics(engine: ctypes.CDLL, dtype: torch.dtype) -> list[Arithmetic]:
+def arithmetics(engine: ctypes.CDLL, dtype: torch.dtype) -> list[int]:
     """How tiles of a dtype are multiplied on this CPU."""
-    if dtype != torch.bfloat16:
-        return ["floats"]
-    return [one for i, one in enumerate(ARITHMETICS) if engine.hkv_has_arithmetic(i)]
+    all_of_them = (FLOATS, PAIRS, AMX) if dtype == torch.bfloat16 else (FLOATS,)
+    return list(filter(engine.hkv_has_arithmetic, all_of_them))
 
 
-FLOATS: Tolerance = {"rtol": 1e-5, "atol": 1e-5}
+CLOSE: Tolerance = {"rtol": 1e-5, "atol": 1e-5}
 
 
 def check(
@@ -56,8 +56,8 @@ def check(
     out, lse = softmax_attention(q, k, v, scale=0.3, visible=seen, **options)
     for part in parts:
         assert part.out.dtype == dtype
-        torch.testing.assert_close(part.out.double(), out, **(tolerance or FLOATS))
-        torch.testing.assert_close(part.lse.double(), lse, **FLOATS)
+        torch.testing.assert_close(part.out.double(), out, **(tolerance or CLOSE))
+        torch.testing.assert_close(part.lse.double(), lse, **CLOSE)
 
 
 @pytest.mark.parametrize("dim", [1, 8, 20, 64, 72, 80, 128, 192, 256])
@@ -184,10 +184,8 @@ def test_what_does_not_fit_is_refused(engine: ctypes.CDLL) -> None:
         attend_prompt(q.double(), k, k, scale=1.0, engine=engine)
 
 
-@pytest.mark.parametrize("arithmetic", ["pairs", "amx"])
-def test_pairs_are_of_bfloat16_where_the_cpu_has_them(
-    engine: ctypes.CDLL, arithmetic: Arithmetic
-) -> None:
+@pytest.mark.parametrize("arithmetic", [PAIRS, AMX])
+def test_pairs_are_of_bfloat16_where_the_cpu_has_them(engine: ctypes.CDLL, arithmetic: int) -> None:
     q = torch.randn(1, 2, 5, 8)
     has = arithmetic in arithmetics(engine, torch.bfloat16)
     reason = "pairs are of bfloat16" if has else "does not multiply pairs of bfloat16 so"
@@ -330,7 +328,7 @@ def test_masses_of_bfloat16(engine: ctypes.CDLL) -> None:
         masses = torch.full((2, 6, 411), torch.nan)
         attend_prompt(q, k, k, scale=0.3, masses=masses, arithmetic=arithmetic, engine=engine)
         torch.testing.assert_close(
-            masses, right, rtol=1e-4 if arithmetic == "floats" else 4e-3, atol=1e-5
+            masses, right, rtol=1e-4 if arithmetic == FLOATS else 4e-3, atol=1e-5
         )
 
 
@@ -400,8 +398,8 @@ def test_blocks_of_a_mask_are_read_and_no_others(
     heads = sizes[0]
     out, lse = softmax_attention(q, spread(k, heads), spread(v, heads), visible=seen, **given)
     for got in (part, defined):
-        torch.testing.assert_close(got.out.double(), out, **FLOATS)
-        torch.testing.assert_close(got.lse.double(), lse, **FLOATS)
+        torch.testing.assert_close(got.out.double(), out, **CLOSE)
+        torch.testing.assert_close(got.lse.double(), lse, **CLOSE)
 
 
 def test_a_block_that_is_not_listed_is_not_even_looked_at(engine: ctypes.CDLL) -> None:
@@ -473,8 +471,8 @@ def test_tokens_at_places_of_their_own(
     out, lse = softmax_attention(q, *wide, visible=seen, **given)
     part = attend_prompt(q, k, v, positions=positions, engine=engine, **given)
     for got in (part, reference.attend_at(q, k, v, positions, **given)):
-        torch.testing.assert_close(got.out.double(), out, **FLOATS)
-        torch.testing.assert_close(got.lse.double(), lse, **FLOATS)
+        torch.testing.assert_close(got.out.double(), out, **CLOSE)
+        torch.testing.assert_close(got.lse.double(), lse, **CLOSE)
     blocks = stored // KEY_BLOCK
     shares = torch.eye(stored).unsqueeze(0).unsqueeze(0).expand(2, heads, -1, -1)
     weights, _ = softmax_attention(q, wide[0], shares, visible=seen, **given)
@@ -482,9 +480,9 @@ def test_tokens_at_places_of_their_own(
     masses = torch.full((2, heads, tokens, blocks), torch.nan)
     only = attend_prompt(q, k, v, positions=positions, block_masses=masses, engine=engine, **given)
     assert only.out.numel() == 0
-    torch.testing.assert_close(only.lse.double(), lse, **FLOATS)
+    torch.testing.assert_close(only.lse.double(), lse, **CLOSE)
     for found in (masses, reference.block_masses(q, k, positions, **given)):
-        torch.testing.assert_close(found.double(), wanted, **FLOATS)
+        torch.testing.assert_close(found.double(), wanted, **CLOSE)
 
 
 def test_block_masses_of_the_newest_tokens(engine: ctypes.CDLL) -> None:
