@@ -2,8 +2,9 @@
 // by side.
 //
 // Products of unsigned with signed bytes are what there is. Where they are added in 32 bits (VNNI),
-// signed codes are multiplied plus 128, which the offset makes good. AVX2 alone adds pairs of them in
-// 16 bits, which saturate, so that signed codes lend their signs to the inputs.
+// signed codes are multiplied less the lowest one, which the offset makes good: the less that is, the
+// less of a float's precision goes into it. AVX2 alone adds pairs of them in 16 bits, which saturate,
+// so that signed codes lend their signs to the inputs.
 #pragma once
 
 #if defined(__AVX2__)
@@ -240,12 +241,13 @@ struct RowCodes<Q6_K> {
 template <typename Kind>
 HKV_INLINE inline void row_scales(const uint8_t *blocks, int count, __m256 *scales, __m256 *offsets) {
   RowCodes<Kind>::scales(blocks, count, scales, offsets);
-  if constexpr (kBiased<Kind>) offsets[0] = scales[0] * _mm256_set1_ps(-128.0f);
+  if constexpr (kBiased<Kind>) offsets[0] = scales[0] * _mm256_set1_ps(Kind::kLowest);
 }
 
 template <typename Kind>
 HKV_INLINE inline __m256i biased(__m256i codes) {
-  return kBiased<Kind> ? _mm256_xor_si256(codes, bytes_of(128)) : codes;
+  if constexpr (kBiased<Kind>) codes = _mm256_sub_epi8(codes, bytes_of(Kind::kLowest));
+  return codes;
 }
 
 template <typename Kind>

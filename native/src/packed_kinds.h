@@ -49,6 +49,7 @@ using Q5_1 = Simple<HKV_Q5_1, 5, true>;
 struct Q8_0 {
   static constexpr int kKind = HKV_Q8_0, kValues = 32, kScaleValues = 32, kBytes = 34, kBits = 8;
   static constexpr bool kHasMin = false, kHasOffset = false, kSigned = true;
+  static constexpr int kLowest = -128;  // code
 
   static void decode(const uint8_t *block, int8_t *codes, float *scales, float *) {
     scales[0] = half_at(block);
@@ -70,6 +71,12 @@ constexpr int8_t kNonlinear[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
 constexpr int8_t kDoubledFloats[16] = {0, 1,  2,  3,  4,  6,  8,  12,
                                        0, -1, -2, -3, -4, -6, -8, -12};
 
+constexpr int lowest_of(const int8_t (&levels)[16]) {
+  int lowest = 0;
+  for (const int8_t level : levels) lowest = level < lowest ? level : lowest;
+  return lowest;
+}
+
 /// As Q4_0, with 16 levels that are denser around zero. The scale is a 16-bit float, or of one byte a
 /// power of two.
 template <int Kind, int ScaleBytes, const int8_t (&Of)[16]>
@@ -78,6 +85,7 @@ struct Levels {
   static constexpr int kLow = ScaleBytes, kBytes = kLow + 16;
   static constexpr bool kHasMin = false, kHasOffset = false, kSigned = true;
   static constexpr const int8_t *kLevels = Of;
+  static constexpr int kLowest = lowest_of(Of);
 
   static void decode(const uint8_t *block, int8_t *codes, float *scales, float *) {
     scales[0] = ScaleBytes == 1 ? half_power(block[0]) : half_at(block);

@@ -176,7 +176,8 @@ def test_powers_of_two_are_scales_down_to_the_smallest(engine: ctypes.CDLL, toke
     x = torch.ones(tokens, 512)
     wanted = x.double() @ dequantised(weight).T
     found = packed_linear(x, weight, engine=engine).double()
-    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=0)
+    # Products of such scales are subnormal, which have fewer bits.
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=0)
     assert (found != 0).all()
 
 
