@@ -22,7 +22,7 @@ struct Visit {
 template <typename Element>
 struct Scratch {
   std::vector<Visit> visits;
-  std::vector<RoundedInputs> rounded;
+  std::vector<ProductInputs> rounded;
   std::vector<Product> products;
   std::vector<Element> inner, parts;  // [2, visits, inner] of gates and what they gate; [visits, hidden]
   std::vector<float> floats;
@@ -98,7 +98,7 @@ class Mixture {
       mine.rounded.reserve(static_cast<size_t>(inputs));  // products point to them
       for (int64_t at = 0; at < inputs; ++at) {
         mine.rounded.push_back(inputs_for<Kind>(1, columns, of_.exact != 0));
-        mine.rounded.back().round_token(0, from + at * columns);
+        round_all(nullptr, of_.dtype, from, at, mine.rounded.back());
       }
       mine.products.clear();
       for (const hkv_expert_matrix *one : by)
@@ -200,7 +200,7 @@ extern "C" int hkv_packed_experts(hkv_pool *pool, int32_t kind, int64_t num_expe
       }
       if (groups == 0 || num_outputs == 0) return;
       hkv::check_given(num_inputs, weight, inputs, out);
-      std::vector<hkv::RoundedInputs> rounded;
+      std::vector<hkv::ProductInputs> rounded;
       std::vector<hkv::Product> products;
       rounded.reserve(static_cast<size_t>(groups));  // products point to them
       products.reserve(static_cast<size_t>(groups));

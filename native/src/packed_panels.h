@@ -182,23 +182,31 @@ HKV_INLINE inline void add_group(const PanelChunk &chunk, int group, const int8_
 #endif
 }
 
-/// Asks for bytes that are read later, some of them in each of some steps: all in one go would hold up
-/// the reads of what is multiplied meanwhile.
+/// Asks for bytes of rows that are read later, some of them in each of some steps: all in one go would
+/// hold up the reads of what is multiplied meanwhile.
 class GradualPrefetch {
  public:
   /// May ask for what lies behind the weights, which does no harm.
-  GradualPrefetch(const uint8_t *from, int64_t offset, int64_t bytes, int64_t steps)
-      : at_(reinterpret_cast<uintptr_t>(from) + static_cast<uintptr_t>(offset)),
-        lines_(bytes / 64),
+  GradualPrefetch(const uint8_t *from, int64_t offset, int64_t bytes, int64_t steps, int64_t rows = 1,
+                  int64_t stride = 0)
+      : row_(reinterpret_cast<uintptr_t>(from) + static_cast<uintptr_t>(offset)),
+        stride_(static_cast<uintptr_t>(stride)),
+        bytes_(static_cast<uintptr_t>(bytes)),
+        lines_((bytes + 63) / 64 * rows),
         steps_(steps) {}
 
   HKV_INLINE void step() {
-    for (due_ += lines_; due_ >= steps_; due_ -= steps_, at_ += 64)
-      __builtin_prefetch(reinterpret_cast<const void *>(at_), 0, 2);
+    for (due_ += lines_; due_ >= steps_; due_ -= steps_) {
+      __builtin_prefetch(reinterpret_cast<const void *>(row_ + asked_), 0, 2);
+      asked_ += 64;
+      if (asked_ < bytes_) continue;
+      row_ += stride_;
+      asked_ = 0;
+    }
   }
 
  private:
-  uintptr_t at_;
+  uintptr_t row_, stride_, bytes_, asked_ = 0;
   int64_t lines_, steps_, due_ = 0;
 };
 

@@ -3,11 +3,13 @@
 
 #include <algorithm>
 #include <type_traits>
+#include <variant>
 #include <vector>
 
 #include "error.h"
 #include "packed_panels.h"
 #include "packed_rows.h"
+#include "packed_tiles.h"
 #include "pool.h"
 
 namespace hkv {
@@ -109,21 +111,85 @@ constexpr auto multiply_panels = multiply_rows<Kind>;
 
 #endif
 
-/// Rounded inputs of `tokens` tokens for the product with a matrix of a kind.
+constexpr int64_t kMinTileTokens = 48;
+constexpr int64_t kBlockTiles = 32;  // of tokens, whose sums and inputs of a chunk stay in the cache
+constexpr int64_t kBlockRows = 256;
+
+inline bool in_tiles(int64_t tokens, int64_t num_inputs, bool exact) {
+  return HKV_PACKED_TILES && !exact && tokens >= kMinTileTokens && num_inputs > 0 && has_amx();
+}
+
+#if HKV_PACKED_TILES
+
+/// As `multiply_rows`, in tiles.
 template <typename Kind>
-RoundedInputs inputs_for(int64_t tokens, int64_t num_inputs, bool exact) {
+void multiply_tiles(const PackedLayer &layer, const TileInputs &inputs, const Outputs &outputs,
+                    int64_t first, int64_t last) {
+  constexpr int64_t kBytes = kChunkBytes<Kind>;
+  const int64_t panels = (last - first + kHeight - 1) / kHeight;
+  const int64_t block = std::min(kBlockTiles, inputs.tiles);
+  const LineArray<float> sums(static_cast<size_t>(panels * block * kPanelWords));
+  const auto sums_at = [&](int64_t panel, int64_t tile) {
+    return sums.data() + (panel * block + tile) * kPanelWords;
+  };
+  DecodedChunk decoded;
+  alignas(64) float totals[kTileTokens][kHeight];
+  [[maybe_unused]] const AmxTiles tiles;
+  for (int64_t begin = 0; begin < inputs.tiles; begin += block) {
+    const int64_t end = std::min(inputs.tiles, begin + block);
+    for (int64_t at = 0; at < inputs.chunks * panels; ++at) {
+      const int64_t chunk = at / panels, panel = at % panels, next = at + 1;
+      const int64_t row = first + panel * kHeight, steps = inputs.steps_of(chunk);
+      decoded.decode<Kind>(layer.row(row) + chunk * kBytes, layer.stride, std::min(kHeight, last - row), steps);
+      GradualPrefetch prefetch(layer.row(first),
+                               next % panels * kHeight * layer.stride + next / panels * kBytes, kBytes,
+                               steps * ((end - begin + 1) / 2), kHeight, layer.stride);
+      add_chunk(decoded, inputs, chunk, begin, end, prefetch, sums_at(panel, 0));
+    }
+    for (int64_t tile = begin; tile < end; ++tile)
+      for (int64_t panel = 0; panel < panels; ++panel) {
+        const int64_t token = tile * kTileTokens, row = first + panel * kHeight;
+        for (int64_t i = 0; i < kHeightTiles; ++i)
+          transpose_tile(sums_at(panel, tile - begin) + i * kTileWords, &totals[0][i * kAmxRows], kHeight);
+        outputs.store(row, std::min(kHeight, last - row), token,
+                      std::min(kTileTokens, inputs.tokens - token), &totals[0][0], kHeight);
+      }
+  }
+}
+
+#else
+
+template <typename Kind>
+void multiply_tiles(const PackedLayer &, const TileInputs &, const Outputs &, int64_t, int64_t) {}
+
+#endif
+
+/// Inputs as a product takes them.
+using ProductInputs = std::variant<RoundedInputs, TileInputs>;
+
+/// Room for inputs of `tokens` tokens for the product with a matrix of a kind.
+template <typename Kind>
+ProductInputs inputs_for(int64_t tokens, int64_t num_inputs, bool exact) {
+  if (in_tiles(tokens, num_inputs, exact)) return TileInputs(tokens, num_inputs);
   const bool paired = kPairs<Kind> && !in_panels<Kind>(tokens * (exact ? 2 : 1));
-  return {tokens, num_inputs, exact, Kind::kScaleValues, paired};
+  return RoundedInputs(tokens, num_inputs, exact, Kind::kScaleValues, paired);
 }
 
 /// from: [tokens of the inputs, num_inputs], of the dtype.
 inline void round_all(hkv_pool *pool, int32_t dtype, const void *from, int64_t begin,
-                      RoundedInputs &inputs) {
-  const int64_t tokens = inputs.columns / inputs.parts;
+                      ProductInputs &inputs) {
   with_dtype(dtype, [&](auto *element) {
-    const auto *first = static_cast<decltype(element)>(from) + begin * inputs.num_inputs;
+    const auto *all = static_cast<decltype(element)>(from);
+    if (auto *tiles = std::get_if<TileInputs>(&inputs)) {
+      parallel_for(pool, tiles->tiles, [&](int64_t tile, int) {
+        tiles->round_tile(tile, all + begin * tiles->num_inputs);
+      });
+      return;
+    }
+    auto &rounded = std::get<RoundedInputs>(inputs);
+    const int64_t tokens = rounded.columns / rounded.parts;
     parallel_for(tokens > 4 ? pool : nullptr, tokens, [&](int64_t token, int) {
-      inputs.round_token(token, first + token * inputs.num_inputs);
+      rounded.round_token(token, all + (begin + token) * rounded.num_inputs);
     });
   });
 }
@@ -131,22 +197,40 @@ inline void round_all(hkv_pool *pool, int32_t dtype, const void *from, int64_t b
 /// Inputs, the matrix that they are multiplied with, and the row of the outputs where they begin.
 struct Product {
   PackedLayer layer;
-  const RoundedInputs *inputs;
+  const ProductInputs *inputs;
   int64_t begin;
 };
+
+/// Rows of a matrix that a worker takes at a time.
+template <typename Kind>
+int64_t item_rows(const hkv_pool *pool, const Product *products, int64_t count) {
+  const PackedLayer &any = products->layer;
+  const bool tiles = std::any_of(products, products + count, [](const Product &product) {
+    return std::holds_alternative<TileInputs>(*product.inputs);
+  });
+  if (!tiles) {
+    const int64_t row_bytes = std::max<int64_t>(1, any.num_inputs / Kind::kValues * Kind::kBytes);
+    return std::max(kItemRows, kItemBytes / row_bytes / kItemRows * kItemRows);
+  }
+  const int64_t items = pool == nullptr ? 1 : 4 * pool->threads();
+  int64_t rows = kBlockRows;
+  while (rows > kItemRows && count * ((any.num_outputs + rows - 1) / rows) < items) rows /= 2;
+  return rows;
+}
 
 /// Products with matrices of one shape, at least one.
 template <typename Kind>
 void multiply(hkv_pool *pool, const Product *products, int64_t count, int32_t dtype, void *out) {
-  const PackedLayer &any = products->layer;
-  const int64_t row_bytes = std::max<int64_t>(1, any.num_inputs / Kind::kValues * Kind::kBytes);
-  const int64_t rows = std::max(kItemRows, kItemBytes / row_bytes / kItemRows * kItemRows);
-  const int64_t parts = (any.num_outputs + rows - 1) / rows;
+  const int64_t rows = item_rows<Kind>(pool, products, count);
+  const int64_t parts = (products->layer.num_outputs + rows - 1) / rows;
   parallel_for(pool, count * parts, [&](int64_t item, int) {
     const auto &[layer, inputs, begin] = products[item / parts];
-    const auto body = in_panels<Kind>(inputs->columns) ? multiply_panels<Kind> : multiply_rows<Kind>;
     const int64_t first = item % parts * rows, last = std::min(layer.num_outputs, first + rows);
-    body(layer, *inputs, {out, dtype, layer, inputs->parts, begin}, first, last);
+    if (const auto *tiles = std::get_if<TileInputs>(inputs))
+      return multiply_tiles<Kind>(layer, *tiles, {out, dtype, layer, 1, begin}, first, last);
+    const auto &rounded = std::get<RoundedInputs>(*inputs);
+    const auto body = in_panels<Kind>(rounded.columns) ? multiply_panels<Kind> : multiply_rows<Kind>;
+    body(layer, rounded, {out, dtype, layer, rounded.parts, begin}, first, last);
   });
 }
 
