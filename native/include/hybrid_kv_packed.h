@@ -1,8 +1,9 @@
 /* Products of tokens with weights that stay packed in blocks, as a GGUF file has them.
  *
  * Inputs are rounded to 8 bits by blocks of 32 values, whatever the weights' kind. Sums are integers
- * within a block and float32 beyond it. Weights may lie at any address, as in a mapped file; no byte
- * before the first row or behind the last is read.
+ * within a block and float32 beyond it. Many tokens are multiplied in tiles where the CPU has them:
+ * inputs and weights are rounded to bfloat16, and what is subnormal counts as 0. Weights may lie at any
+ * address, as in a mapped file; no byte before the first row or behind the last is read.
  */
 #ifndef HYBRID_KV_PACKED_H
 #define HYBRID_KV_PACKED_H
@@ -26,6 +27,10 @@ enum hkv_packed_kind {
   HKV_IQ4_NL = 20,
   HKV_MXFP4 = 39
 };
+
+/* The fewest tokens of one matrix that are multiplied in tiles, unless exactly; 0 where none are. Then a
+ * token's outputs do not depend on the others. */
+HKV_API int64_t hkv_packed_tile_tokens(void);
 
 /* out[t, n] = bias[n] + sum over k of inputs[t, k] weight[n, k].
  *

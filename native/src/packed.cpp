@@ -3,6 +3,10 @@
 
 #include "packed_products.h"
 
+extern "C" int64_t hkv_packed_tile_tokens(void) {
+  return hkv::in_tiles(hkv::kMinTileTokens, 1, false) ? hkv::kMinTileTokens : 0;
+}
+
 extern "C" int hkv_packed_linear(hkv_pool *pool, int32_t kind, int64_t num_outputs,
                                  int64_t num_inputs, const void *weight, int64_t stride,
                                  const float *bias, int32_t dtype, int64_t tokens,

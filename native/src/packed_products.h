@@ -111,10 +111,14 @@ constexpr auto multiply_panels = multiply_rows<Kind>;
 
 #endif
 
+/// From so many tokens on tiles are faster than panels on a Xeon with AMX (4,096 squared, one thread): 1.1
+/// to 1.3 times for all kinds but Q5 (.95 to 1), 1.2 to 1.5 times with 64 tokens. Beyond the 32 tokens of
+/// one pass that reads a draft.
 constexpr int64_t kMinTileTokens = 48;
-constexpr int64_t kBlockTiles = 32;  // of tokens, whose sums and inputs of a chunk stay in the cache
-constexpr int64_t kBlockRows = 256;
+constexpr int64_t kBlockTiles = 32;   // of tokens
+constexpr int64_t kBlockRows = 256;   // their sums stay in the level-2 cache, beside inputs of a chunk
 
+/// Whether a product is made in tiles of bfloat16.
 inline bool in_tiles(int64_t tokens, int64_t num_inputs, bool exact) {
   return HKV_PACKED_TILES && !exact && tokens >= kMinTileTokens && num_inputs > 0 && has_amx();
 }

@@ -229,7 +229,7 @@ void decode_chunk(const uint8_t *blocks, int count, Bfloat *to) {
   if (count < kChunkBlocks) blocks = padded_chunk<Kind>(blocks, count, copy);
   const ChunkScales<Kind> scales(blocks, count);
   if constexpr (kPickedLevels<Kind> != nullptr) {
-    pick_chunk<Kind>(blocks, scales, to);
+    pick_chunk(blocks, scales, to);
   } else {
     alignas(32) int8_t codes[kChunkValues];
     chunk_codes<Kind>(blocks, codes);

@@ -106,29 +106,50 @@ class Weight {
   std::unique_ptr<uint8_t[]> bytes_;
 };
 
-/// Products of random inputs, whose error must be a share of the outputs' root mean square.
-void check_product(const Kind &kind, int64_t rows, int64_t columns, int64_t tokens, bool exact,
-                   int64_t gap = 0, hkv_pool *pool = nullptr) {
+double as_it_is(double value) { return value; }
+
+/// As bfloat16 holds it, to nearest.
+double in_bfloat(double value) {
+  int exponent;
+  const double mantissa = std::frexp(value, &exponent);
+  return std::ldexp(std::nearbyint(std::ldexp(mantissa, 8)), exponent - 8);
+}
+
+/// The error of products of random inputs with a bias, as a share of the outputs' root mean square, where
+/// weights and inputs are `rounded`.
+double error_of(const Kind &kind, int64_t rows, int64_t columns, int64_t tokens, bool exact, int64_t gap,
+                hkv_pool *pool, double (*rounded)(double)) {
   const Weight weight(kind, rows, columns, gap, static_cast<uint64_t>(rows + columns));
   const std::vector<float> inputs = random_floats(tokens * columns, 2), bias = random_floats(rows, 3);
   std::vector<float> out(static_cast<size_t>(tokens * rows), NAN);
   CHECK_OK(hkv_packed_linear(pool, kind.number, rows, columns, weight.data(), weight.stride(),
                              bias.data(), HKV_F32, tokens, inputs.data(), exact, out.data()));
+  std::vector<double> wide, values(static_cast<size_t>(columns));
+  for (const float input : inputs) wide.push_back(rounded(static_cast<double>(input)));
   double squares = 0, errors = 0;
   for (int64_t row = 0; row < rows; ++row) {
-    std::vector<double> values;
-    for (int64_t i = 0; i < columns; ++i) values.push_back(weight.at(row, i));
+    for (int64_t i = 0; i < columns; ++i) values[static_cast<size_t>(i)] = rounded(weight.at(row, i));
     for (int64_t token = 0; token < tokens; ++token) {
       double sum = static_cast<double>(bias[static_cast<size_t>(row)]);
       for (int64_t i = 0; i < columns; ++i)
-        sum += values[static_cast<size_t>(i)] *
-               static_cast<double>(inputs[static_cast<size_t>(token * columns + i)]);
+        sum += values[static_cast<size_t>(i)] * wide[static_cast<size_t>(token * columns + i)];
       const double error = static_cast<double>(out[static_cast<size_t>(token * rows + row)]) - sum;
       squares += sum * sum;
       errors += error * error;
     }
   }
-  CHECK(std::sqrt(errors / squares) < (exact ? 1e-4 : 1e-2));
+  return std::sqrt(errors / squares);
+}
+
+void check_product(const Kind &kind, int64_t rows, int64_t columns, int64_t tokens, bool exact,
+                   int64_t gap = 0, hkv_pool *pool = nullptr) {
+  CHECK(error_of(kind, rows, columns, tokens, exact, gap, pool, as_it_is) < (exact ? 1e-4 : 1e-2));
+}
+
+/// In tiles only what lies next to a tie may be rounded otherwise.
+void check_tiles(const Kind &kind, int64_t rows, int64_t columns, int64_t tokens, int64_t gap = 0,
+                 hkv_pool *pool = nullptr) {
+  CHECK(error_of(kind, rows, columns, tokens, false, gap, pool, in_bfloat) < 3e-4);
 }
 
 int refusal(int64_t num_outputs, int64_t num_inputs, int64_t stride, int64_t tokens,
@@ -141,13 +162,13 @@ int refusal(int64_t num_outputs, int64_t num_inputs, int64_t stride, int64_t tok
 }
 
 /// Two of three experts have tokens: each is a product of its own.
-void check_experts(const Kind &kind, bool exact, hkv_pool *pool) {
-  constexpr int64_t kRows = 133, kExperts = 3, kTokens = 12, kFirst = 3;
+void check_experts(const Kind &kind, bool exact, hkv_pool *pool, int64_t tokens = 12) {
+  constexpr int64_t kRows = 133, kExperts = 3, kFirst = 3;
   const int64_t columns = 512, gap = 5;
   const Weight weight(kind, kExperts * kRows, columns, gap, 11);
-  const std::vector<float> inputs = random_floats(kTokens * columns, 2);
-  const int64_t experts[] = {2, 1}, ends[] = {kFirst, kTokens};
-  std::vector<float> out(static_cast<size_t>(kTokens * kRows), NAN), alone = out;
+  const std::vector<float> inputs = random_floats(tokens * columns, 2);
+  const int64_t experts[] = {2, 1}, ends[] = {kFirst, tokens};
+  std::vector<float> out(static_cast<size_t>(tokens * kRows), NAN), alone = out;
   CHECK_OK(hkv_packed_experts(pool, kind.number, kExperts, kRows, columns, weight.data(),
                               weight.stride(), HKV_F32, 2, experts, ends, inputs.data(), exact,
                               out.data()));
@@ -257,6 +278,40 @@ CLAIM(threads_share_the_rows_of_packed_weights) {
 }
 
 CLAIM(prompts_of_packed_weights_come_in_blocks) { check_product(kKinds[5], 70, 256, 530, false); }
+
+CLAIM(many_tokens_are_multiplied_in_tiles) {
+  const int64_t least = hkv_packed_tile_tokens();
+  if (least == 0) return;
+  const ScopedPool pool(3);
+  for (const Kind &kind : kKinds) {
+    const bool is_short = kind.values == 32;
+    check_tiles(kind, 37, is_short ? 576 : 512, least, 3);
+    check_tiles(kind, 16, kind.values, 81);
+    for (int64_t blocks = 1; is_short && blocks < 8; ++blocks) check_tiles(kind, 3, blocks * 32, least + 1, 1);
+    check_experts(kind, false, nullptr, least + 3);
+    check_experts(kind, false, pool.get(), least + 3);
+  }
+  check_tiles(kKinds[0], 1, 32, 130);
+  check_tiles(kKinds[5], 291, 256, 530, 0, pool.get());
+}
+
+CLAIM(outputs_in_tiles_do_not_depend_on_other_tokens) {
+  const int64_t least = hkv_packed_tile_tokens(), tokens = 520;
+  if (least == 0) return;
+  constexpr int64_t kRows = 40, kColumns = 288;
+  const Weight weight(kKinds[4], kRows, kColumns, 0, 1);
+  const std::vector<float> inputs = random_floats(tokens * kColumns, 2);
+  std::vector<float> all(static_cast<size_t>(tokens * kRows)), some(static_cast<size_t>(least * kRows));
+  const auto multiply = [&](int64_t first, int64_t count, float *out) {
+    CHECK_OK(hkv_packed_linear(nullptr, HKV_Q8_0, kRows, kColumns, weight.data(), weight.stride(), nullptr,
+                               HKV_F32, count, inputs.data() + first * kColumns, 0, out));
+  };
+  multiply(0, tokens, all.data());
+  for (const int64_t first : {int64_t{0}, int64_t{7}, tokens - least}) {
+    multiply(first, least, some.data());
+    CHECK(std::memcmp(some.data(), all.data() + first * kRows, some.size() * sizeof(float)) == 0);
+  }
+}
 
 CLAIM(packed_products_refuse_what_cannot_be) {
   constexpr int64_t kHuge = int64_t{1} << 62;

@@ -558,6 +558,7 @@ FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
         c_int32, c_int64, c_void_p, c_void_p, c_void_p, c_int32, c_void_p]),
     "hkv_packed_linear": (c_int, [c_void_p, c_int32, c_int64, c_int64, c_void_p, c_int64, c_void_p,
         c_int32, c_int64, c_void_p, c_int32, c_void_p]),
+    "hkv_packed_tile_tokens": (c_int64, []),
     "hkv_page_scores": (c_int, [c_void_p, c_int32, POINTER(PageDigestsStruct), c_void_p, c_int64,
         c_void_p]),
     "hkv_page_search": (c_int, [c_void_p, c_int32, POINTER(PageDigestsStruct), c_void_p, c_int64,

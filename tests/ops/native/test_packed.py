@@ -45,11 +45,55 @@ def test_products_are_those_of_rounded_inputs(engine: ctypes.CDLL, kind: str) ->
     for columns in widths(kind):
         weight = random_weight(kind, 37, columns, gap=3)
         wide = dequantised(weight)
-        for tokens in (*range(1, 18), 65):
+        for tokens in (*range(1, 18), 33):
             x = torch.randn(tokens, columns)
             found = packed_linear(x, weight, engine=engine)
             # A few inputs are rounded to the other side of a tie.
             assert relative_error(found, rounded(x) @ wide.T) < 2e-4, (columns, tokens)
+
+
+def tile_tokens(engine: ctypes.CDLL) -> int:
+    """The fewest tokens in tiles of bfloat16; skips the test where there are none."""
+    fewest: int = engine.hkv_packed_tile_tokens()
+    if not fewest:
+        pytest.skip("this engine or CPU has no tiles (AMX)")
+    return fewest
+
+
+@EACH_KIND
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_many_tokens_are_multiplied_in_bfloat16(
+    engine: ctypes.CDLL, kind: str, dtype: torch.dtype
+) -> None:
+    fewest = tile_tokens(engine)
+    for columns in widths(kind):
+        weight, bias = random_weight(kind, 37, columns, gap=3), torch.randn(37)
+        wide = dequantised(weight)
+        for tokens in (fewest, 130):
+            x = torch.randn(tokens, columns).to(dtype)
+            found = packed_linear(x, weight, bias, engine=engine)
+            wanted = x.bfloat16().double() @ wide.bfloat16().double().T + bias.double()
+            # A few weights are rounded to the other side of a tie.
+            assert relative_error(found, wanted) < 2e-4 + torch.finfo(dtype).eps
+            fewer = packed_linear(x[-fewest:], weight, bias, engine=engine)
+            assert torch.equal(fewer, found[-fewest:])
+            exact = packed_linear(x, weight, bias, exact=True, engine=engine)
+            wanted = x.double() @ wide.T + bias.double()
+            assert relative_error(exact, wanted) < 1e-4 + torch.finfo(dtype).eps
+
+
+@EACH_KIND
+@pytest.mark.parametrize("outliers", [0, 4])
+def test_bfloat16_is_no_less_exact_than_8_bits(
+    engine: ctypes.CDLL, kind: str, outliers: int
+) -> None:
+    weight, tokens = random_weight(kind, 129, 2048), tile_tokens(engine)
+    x = torch.randn(tokens, 2048)
+    x[:, torch.randperm(2048)[:outliers]] *= 100
+    wanted = x.double() @ dequantised(weight).T
+    few = torch.cat([packed_linear(part, weight, engine=engine) for part in x.split(8)])
+    many = packed_linear(x, weight, engine=engine)
+    assert relative_error(many, wanted) < 3e-3 < relative_error(few, wanted)
 
 
 @EACH_KIND
@@ -83,7 +127,7 @@ def test_outputs_have_the_inputs_dtype_and_shape(
 
 
 @EACH_KIND
-@pytest.mark.parametrize("tokens", [1, 3, 20])
+@pytest.mark.parametrize("tokens", [1, 3, 20, 64])
 def test_threads_change_nothing(engine: ctypes.CDLL, kind: str, tokens: int) -> None:
     weight, x = random_weight(kind, 1037, 512), torch.randn(tokens, 512)
     alone = packed_linear(x, weight, engine=engine)
@@ -91,7 +135,7 @@ def test_threads_change_nothing(engine: ctypes.CDLL, kind: str, tokens: int) -> 
 
 
 @EACH_KIND
-@pytest.mark.parametrize("tokens", [1, 9])
+@pytest.mark.parametrize("tokens", [1, 9, 64])
 def test_extreme_codes_do_not_overflow(engine: ctypes.CDLL, kind: str, tokens: int) -> None:
     weight = random_weight(kind, 16, 512)
     weight.blocks[:8] = 0xFF  # also NaN scales in some places
@@ -113,7 +157,7 @@ def test_extreme_codes_do_not_overflow(engine: ctypes.CDLL, kind: str, tokens: i
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("tokens", [2, 9])
+@pytest.mark.parametrize("tokens", [2, 9, 64])
 def test_what_is_not_finite_stays_in_its_token(
     engine: ctypes.CDLL, value: float, tokens: int
 ) -> None:
@@ -137,14 +181,14 @@ def test_a_mapped_file_is_read_where_it_lies(
     engine: ctypes.CDLL, tmp_path: Path, kind: str
 ) -> None:
     # The file ends on a page: a byte further lies nothing.
-    weight, x = random_weight(kind, 15, 512), torch.randn(9, 512)
+    weight, x = random_weight(kind, 15, 512), torch.randn(64, 512)
     size = weight.blocks.numel()
     whole = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
     path = tmp_path / "weights"
     path.write_bytes(bytes(whole - size) + weight.blocks.numpy().tobytes())
     mapped = torch.from_file(str(path), size=whole, dtype=torch.uint8)[whole - size :]
     lying = PackedWeight(kind, mapped.view_as(weight.blocks), 512)
-    for tokens in (1, 9):
+    for tokens in (1, 9, 64):
         assert torch.equal(
             packed_linear(x[:tokens], lying, engine=engine),
             packed_linear(x[:tokens], weight, engine=engine),
