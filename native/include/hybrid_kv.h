@@ -17,7 +17,7 @@ extern "C" {
 #define HKV_API __attribute__((visibility("default")))
 
 /* Raised with every change of a signature or of a struct below; the caller refuses another one. */
-#define HKV_ABI_VERSION 28
+#define HKV_ABI_VERSION 29
 
 enum hkv_status {
   HKV_OK = 0,

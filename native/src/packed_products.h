@@ -115,15 +115,15 @@ constexpr auto multiply_panels = multiply_rows<Kind>;
 /// to 1.3 times for all kinds but Q5 (.95 to 1), 1.2 to 1.5 times with 64 tokens. Beyond the 32 tokens of
 /// one pass that reads a draft.
 constexpr int64_t kMinTileTokens = 48;
-constexpr int64_t kBlockTiles = 32;   // of tokens
-constexpr int64_t kBlockRows = 256;   // their sums stay in the level-2 cache, beside inputs of a chunk
+/// Sums of so many rows and tiles of tokens stay in the level-2 cache beside the inputs of a chunk.
+constexpr int64_t kBlockRows = 256, kBlockTiles = 32;
 
 /// Whether a product is made in tiles of bfloat16.
 inline bool in_tiles(int64_t tokens, int64_t num_inputs, bool exact) {
-  return HKV_PACKED_TILES && !exact && tokens >= kMinTileTokens && num_inputs > 0 && has_amx();
+  return !exact && tokens >= kMinTileTokens && num_inputs > 0 && has_amx();
 }
 
-#if HKV_PACKED_TILES
+#if HKV_HAS_AMX
 
 /// As `multiply_rows`, in tiles.
 template <typename Kind>
@@ -131,7 +131,9 @@ void multiply_tiles(const PackedLayer &layer, const TileInputs &inputs, const Ou
                     int64_t first, int64_t last) {
   constexpr int64_t kBytes = kChunkBytes<Kind>;
   const int64_t panels = (last - first + kHeight - 1) / kHeight;
-  const int64_t block = std::min(kBlockTiles, inputs.tiles);
+  // For each block of tokens weights are decoded anew: rather a block half as long again than one more.
+  const int64_t blocks = std::max<int64_t>(1, (inputs.tiles + kBlockTiles / 2) / kBlockTiles);
+  const int64_t block = (inputs.tiles + 2 * blocks - 1) / (2 * blocks) * 2;
   const LineArray<float> sums(static_cast<size_t>(panels * block * kPanelWords));
   const auto sums_at = [&](int64_t panel, int64_t tile) {
     return sums.data() + (panel * block + tile) * kPanelWords;

@@ -12,12 +12,6 @@
 #include "packed_panels.h"
 #include "transpose.h"
 
-#if HKV_HAS_AMX && defined(__AVX2__)
-#define HKV_PACKED_TILES 1
-#else
-#define HKV_PACKED_TILES 0
-#endif
-
 namespace hkv {
 
 constexpr int64_t kTileTokens = kAmxRows;
@@ -29,14 +23,14 @@ constexpr int64_t kChunkSteps = kChunkValues / kStepInputs;
 
 /// In bfloat16, those of `first` before those of `second`.
 HKV_INLINE inline __m512i to_bfloats(Floats first, Floats second) {
-#if defined(HKV_EMULATED_AMX)
-  alignas(64) Bfloat rounded[2 * kLanes];
-  for (int i = 0; i < 2 * kLanes; ++i) round_to(i < kLanes ? first[i] : second[i - kLanes], rounded[i]);
-  return _mm512_load_si512(rounded);
-#else
+#if HKV_HAS_AMX && !defined(HKV_EMULATED_AMX)
   __m512i rounded;  // an intrinsic would need all that it is inlined into compiled for it
   asm("vcvtne2ps2bf16 %1, %2, %0" : "=v"(rounded) : "v"(first), "v"(second));
   return rounded;
+#else
+  alignas(64) Bfloat rounded[2 * kLanes];
+  for (int i = 0; i < 2 * kLanes; ++i) round_to(i < kLanes ? first[i] : second[i - kLanes], rounded[i]);
+  return _mm512_load_si512(rounded);
 #endif
 }
 
@@ -105,7 +99,7 @@ class TileInputs {
   LineArray<uint32_t> pairs_;
 };
 
-#if HKV_PACKED_TILES
+#if HKV_HAS_AMX
 
 /// The scales and offsets of a chunk of a row.
 template <typename Kind>

@@ -18,7 +18,7 @@ from ctypes import (
     c_void_p,
 )
 
-ABI_VERSION = 28
+ABI_VERSION = 29
 OK = 0
 INVALID = 1
 NO_MEMORY = 2
