@@ -112,8 +112,8 @@ constexpr auto multiply_panels = multiply_rows<Kind>;
 #endif
 
 /// From so many tokens on tiles are faster than panels on a Xeon with AMX (4,096 squared, one thread): 1.1
-/// to 1.3 times for all kinds but Q5 (.95 to 1), 1.2 to 1.5 times with 64 tokens. Beyond the 32 tokens of
-/// one pass that reads a draft.
+/// to 1.3 times, Q5_0 and Q5_K 1.0; with 64 tokens 1.1 to 1.5 times, with 32 .7 to 1.2. Passes over drafts
+/// have fewer.
 constexpr int64_t kMinTileTokens = 48;
 /// Sums of so many rows and tiles of tokens stay in the level-2 cache beside the inputs of a chunk.
 constexpr int64_t kBlockRows = 256, kBlockTiles = 32;
