@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hybrid_kv.errors import ConfigError, ShapeError
+from hybrid_kv.ops.native import library
 from hybrid_kv.ops.native.library import Pool
 from hybrid_kv.ops.native.linear import (
     PACKED_KINDS,
@@ -18,10 +20,16 @@ from hybrid_kv.ops.native.linear import (
     multiplies_packed,
     packed_linear,
 )
-from tests.ops.native.engines import needs_engine
+from tests.ops.native.engines import engine_params, needs_engine
 from tests.ops.native.packed_data import dequantised, random_weight
+from tests.tolerances import TOLERANCES
 
 EACH_KIND = pytest.mark.parametrize("kind", PACKED_KINDS)
+IN_TILES = [isa for isa in engine_params() if library.load(isa).hkv_packed_tile_tokens()]
+NO_TILES = pytest.param("baseline", "", marks=pytest.mark.skip(reason="this CPU has no AMX"))
+EACH_KIND_IN_TILES = pytest.mark.parametrize(
+    ("engine", "kind"), [*product(IN_TILES, PACKED_KINDS)] or [NO_TILES], indirect=["engine"]
+)
 
 
 def relative_error(found: Tensor, wanted: Tensor) -> float:
@@ -52,21 +60,10 @@ def test_products_are_those_of_rounded_inputs(engine: ctypes.CDLL, kind: str) ->
             assert relative_error(found, rounded(x) @ wide.T) < 2e-4, (columns, tokens)
 
 
-def tile_tokens(engine: ctypes.CDLL) -> int:
-    """The fewest tokens in tiles of bfloat16; skips the test where there are none."""
-    fewest: int = engine.hkv_packed_tile_tokens()
-    if not fewest:
-        pytest.skip("this engine or CPU has no tiles (AMX)")
-    return fewest
-
-
-@EACH_KIND
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_many_tokens_are_multiplied_in_bfloat16(
-    engine: ctypes.CDLL, kind: str, dtype: torch.dtype
-) -> None:
-    fewest = tile_tokens(engine)
-    for columns in widths(kind):
+@EACH_KIND_IN_TILES
+def test_many_tokens_are_multiplied_in_bfloat16(engine: ctypes.CDLL, kind: str) -> None:
+    fewest = engine.hkv_packed_tile_tokens()
+    for columns, dtype in product(widths(kind), TOLERANCES):
         weight, bias = random_weight(kind, 37, columns, gap=3), torch.randn(37)
         wide = dequantised(weight)
         for tokens in (fewest, 130):
@@ -82,18 +79,16 @@ def test_many_tokens_are_multiplied_in_bfloat16(
             assert relative_error(exact, wanted) < 1e-4 + torch.finfo(dtype).eps
 
 
-@EACH_KIND
-@pytest.mark.parametrize("outliers", [0, 4])
-def test_bfloat16_is_no_less_exact_than_8_bits(
-    engine: ctypes.CDLL, kind: str, outliers: int
-) -> None:
-    weight, tokens = random_weight(kind, 129, 2048), tile_tokens(engine)
-    x = torch.randn(tokens, 2048)
-    x[:, torch.randperm(2048)[:outliers]] *= 100
-    wanted = x.double() @ dequantised(weight).T
-    few = torch.cat([packed_linear(part, weight, engine=engine) for part in x.split(8)])
-    many = packed_linear(x, weight, engine=engine)
-    assert relative_error(many, wanted) < 3e-3 < relative_error(few, wanted)
+@EACH_KIND_IN_TILES
+def test_bfloat16_is_no_less_exact_than_8_bits(engine: ctypes.CDLL, kind: str) -> None:
+    weight, tokens = random_weight(kind, 129, 2048), engine.hkv_packed_tile_tokens()
+    for outliers in (0, 4):
+        x = torch.randn(tokens, 2048)
+        x[:, torch.randperm(2048)[:outliers]] *= 100
+        wanted = x.double() @ dequantised(weight).T
+        few = torch.cat([packed_linear(part, weight, engine=engine) for part in x.split(8)])
+        many = packed_linear(x, weight, engine=engine)
+        assert relative_error(many, wanted) < 3e-3 < relative_error(few, wanted)
 
 
 @EACH_KIND
