@@ -33,8 +33,8 @@ struct InFloats {
   static constexpr int kRows = 6;      // queries of a group: with a panel's vectors their sums fill
                                        // the registers
   static constexpr int kStrip = 8;     // groups that share a panel in the first cache
-  static constexpr int kDepth = 1;     // Packed that are multiplied together: there are as many
-                                       // times some of queries, keys and values
+  static constexpr int kDepth = 1;     // Packed that one product sums up: channels and keys are
+                                       // padded with 0 to a multiple of it
   static constexpr bool kRowMajor = false;  // queries of a group lie one after the other
 
   template <typename Element>

@@ -129,17 +129,17 @@ CLAIM(pairs_are_of_bfloat16_where_the_cpu_has_them) {
   const Rows floats(random_floats(9 * 8, 1), 8), narrow(random_floats(9 * 8, 1), 8, HKV_BF16);
   std::vector<float> out(9 * 8), lse(9);
   for (int number = 0; number < 8; ++number) {
-      const Rows *keys = number % 2 == 0 ? &floats : &narrow;
-      const Rows *queries = number / 2 % 2 == 0 ? &floats : &narrow;
-      const int32_t arithmetic = number < 4 ? HKV_PAIRS : HKV_AMX;
-      const hkv_kv kv = kv_of(*keys, *keys);
-      const hkv_keys asks = queries->keys();
-      const hkv_prompt asked{asks.data, {0, 9 * 8, 8}, 9, 1, 0, asks.dtype, 1, nullptr, 0, nullptr, arithmetic};
-      const int status = hkv_attend_prompt(nullptr, 1, 1, &kv, &asked, 1.0f, 0.0f, out.data(),
-                                           lse.data(), nullptr, nullptr);
-      const bool fits = keys == &narrow && queries == &narrow && hkv_has_arithmetic(arithmetic) != 0;
-      CHECK((status == HKV_OK) == fits);
-    }
+    const Rows *keys = number % 2 == 0 ? &floats : &narrow;
+    const Rows *queries = number / 2 % 2 == 0 ? &floats : &narrow;
+    const int32_t arithmetic = number < 4 ? HKV_PAIRS : HKV_AMX;
+    const hkv_kv kv = kv_of(*keys, *keys);
+    const hkv_keys asks = queries->keys();
+    const hkv_prompt asked{asks.data, {0, 9 * 8, 8}, 9, 1, 0, asks.dtype, 1, nullptr, 0, nullptr, arithmetic};
+    const int status = hkv_attend_prompt(nullptr, 1, 1, &kv, &asked, 1.0f, 0.0f, out.data(),
+                                         lse.data(), nullptr, nullptr);
+    const bool fits = keys == &narrow && queries == &narrow && hkv_has_arithmetic(arithmetic) != 0;
+    CHECK((status == HKV_OK) == fits);
+  }
 }
 
 CLAIM(prompts_that_are_not_finite_do_not_crash) {

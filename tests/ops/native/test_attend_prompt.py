@@ -192,6 +192,8 @@ def test_pairs_are_of_bfloat16_where_the_cpu_has_them(engine: ctypes.CDLL, arith
     for k in (q, q.bfloat16()):
         with pytest.raises(ConfigError, match=reason):
             attend_prompt(q, k, k, scale=1.0, arithmetic=arithmetic, engine=engine)
+    with pytest.raises(ConfigError, match="arithmetic must be that of floats"):
+        attend_prompt(q, q, q, scale=1.0, arithmetic=AMX + 1, engine=engine)
 
 
 def test_pairs_keep_what_is_not_a_number_visible(engine: ctypes.CDLL) -> None:
